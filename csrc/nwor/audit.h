@@ -30,7 +30,8 @@ enum SlotState : int32_t {
   kSlotCommitted,
   kSlotRejected,
   kSlotLoaded,  // a KV connector fills it
-  kSlotUndone,  // of a row of a plan: a rejected draft's, which holds what it held before
+  kSlotUndone,  // of a row of a plan: a rejected draft's, which holds what it held
+                // before
 };
 
 // What is known of a slot's bytes. Replaced: the checksums are of what a load should

@@ -124,8 +124,9 @@ void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
                    int64_t step, OptionalTensor cu_num_logits,
                    OptionalTensor sampled_token_ids, int64_t vocab_size,
                    OptionalTensor num_rejected, bool is_undone, OptionalTensor staged,
-                   OptionalTensor state_indices, int64_t num_states, OptionalTensor hits,
-                   int64_t num_blocks, int64_t num_hit_blocks, Tensor findings_to) {
+                   OptionalTensor state_indices, OptionalTensor seat_of_state,
+                   OptionalTensor hits, int64_t num_blocks, int64_t num_hit_blocks,
+                   Tensor findings_to) {
   const Call call = call_of("audit_resolve", tables);
   const char* const op = call.op();
   auto* const to = on_host<int64_t>(op, "findings_to", findings_to, 2);
@@ -150,7 +151,7 @@ void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
   if (staged.has_value()) {
     args.staged = call.saved(*staged);
     args.staged.state_indices = call.state_indices(state_indices, num_reqs);
-    args.staged.num_states = num_states;
+    call.set_seats(args.staged, seat_of_state);
   }
   if (hits.has_value()) {
     args.hits =

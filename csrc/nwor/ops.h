@@ -25,16 +25,17 @@ void stage(Tensor table, OptionalTensor runs, Tensor block_table, Tensor slot_ma
            Tensor query_start_loc, Tensor seq_lens, Tensor cu_num_logits,
            OptionalTensor state_indices, Tensor saved, int64_t first_entry,
            int64_t num_real_entries, int64_t span, int64_t entry_tokens,
-           int64_t num_states, int64_t step, bool patches, bool rest_is_logged,
-           int64_t num_leading_zeros);
+           OptionalTensor seat_of_state, int64_t step, bool patches,
+           bool rest_is_logged, int64_t num_leading_zeros);
 void commit_draft_layer(Tensor table, OptionalTensor runs, Tensor block_table,
                         Tensor slot_mapping, OptionalTensor state_indices, Tensor saved,
                         OptionalTensor sampled_token_ids, int64_t vocab_size,
                         OptionalTensor num_rejected, Tensor counters, int64_t num_reqs,
-                        int64_t entry_tokens, int64_t num_states, bool undoes,
+                        int64_t entry_tokens, OptionalTensor seat_of_state, bool undoes,
                         OptionalTensor counters_to);
 void unstage(Tensor block_table, Tensor slot_mapping, OptionalTensor state_indices,
-             Tensor saved, int64_t num_reqs, int64_t entry_tokens, int64_t num_states);
+             Tensor saved, int64_t num_reqs, int64_t entry_tokens,
+             OptionalTensor seat_of_state);
 
 // Arguments: as in the ops. What it is made of has to outlive it.
 class LoggedLayers {
@@ -66,7 +67,8 @@ class StagedLayers {
   static constexpr const char* kName = "StagedLayers";
   StagedLayers(Tensor table, OptionalTensor runs, Tensor saved, Tensor counters,
                Tensor ring, int64_t first_entry, int64_t num_real_entries, int64_t span,
-               int64_t entry_tokens, int64_t num_states, bool patches, bool undoes);
+               int64_t entry_tokens, OptionalTensor seat_of_state, bool patches,
+               bool undoes);
   void stage(Tensor block_table, Tensor slot_mapping, Tensor query_start_loc,
              Tensor seq_lens, Tensor cu_num_logits, OptionalTensor state_indices,
              int64_t step, bool rest_is_logged, int64_t num_leading_zeros);
@@ -97,8 +99,9 @@ void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
                    int64_t step, OptionalTensor cu_num_logits,
                    OptionalTensor sampled_token_ids, int64_t vocab_size,
                    OptionalTensor num_rejected, bool is_undone, OptionalTensor staged,
-                   OptionalTensor state_indices, int64_t num_states, OptionalTensor hits,
-                   int64_t num_blocks, int64_t num_hit_blocks, Tensor findings_to);
+                   OptionalTensor state_indices, OptionalTensor seat_of_state,
+                   OptionalTensor hits, int64_t num_blocks, int64_t num_hit_blocks,
+                   Tensor findings_to);
 void audit_blocks(Tensor tables, int64_t event, Tensor blocks, Tensor values,
                   int64_t step);
 void audit_snapshot(Tensor tables, bool again);

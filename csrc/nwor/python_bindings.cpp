@@ -259,7 +259,7 @@ struct Class {
 using Logged = Class<LoggedLayers, Tensor, OptionalTensor, Tensor, OptionalTensor,
                      Tensor, Tensor, Tensor, Tensor, Tensor, int64_t>;
 using Staged = Class<StagedLayers, Tensor, OptionalTensor, Tensor, Tensor, Tensor,
-                     int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool>;
+                     int64_t, int64_t, int64_t, int64_t, OptionalTensor, bool, bool>;
 
 #ifdef NWOR_CUDA
 // Finds the driver's launch function and loads the kernels of log, restore, stage and

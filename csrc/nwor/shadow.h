@@ -51,14 +51,21 @@ struct SavedWindows {
   int32_t* data;
   int64_t num_seats;
   int64_t span;
-  // Of each batch row, its request's place among num_states. The runner gives out the
-  // last places first, so that seats are counted from there: with few requests all of
-  // them have one. Without data the seat of row r is r.
+  // Of each batch row its request's index in the runner's states. Without data the seat
+  // of row r is r.
   IndexArray state_indices;
+  const int32_t* seat_of_state;  // [num_states], or nullptr: the seat is the index
   int64_t num_states;
 
   NWOR_HOST_DEVICE int64_t seat(int64_t r) const {
-    return state_indices.data == nullptr ? r : num_states - 1 - state_indices.at(r);
+    if (state_indices.data == nullptr) {
+      return r;
+    }
+    const int64_t state = state_indices.at(r);
+    if (seat_of_state == nullptr) {
+      return state;
+    }
+    return state >= 0 && state < num_states ? seat_of_state[state] : -1;
   }
   // Requests can be more than seats. One without a seat is left alone.
   NWOR_HOST_DEVICE bool has_seat(int64_t r) const {

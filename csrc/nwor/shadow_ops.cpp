@@ -20,11 +20,9 @@ int64_t checked_entry_tokens(const TensorArgs& tensors, int64_t entry_tokens) {
 
 // Without the state indices of a step.
 SavedWindows saved_windows(const TensorArgs& tensors, const Tensor& saved,
-                           int64_t num_states) {
+                           const OptionalTensor& seat_of_state) {
   SavedWindows found = tensors.saved(saved);
-  NWOR_CHECK(num_states >= 0, tensors.op(), "num_states is ", num_states,
-             "; must be at least 0");
-  found.num_states = num_states;
+  tensors.set_seats(found, seat_of_state);
   return found;
 }
 
@@ -32,11 +30,12 @@ SavedWindows saved_windows(const TensorArgs& tensors, const Tensor& saved,
 ShadowStageArgs stage_args(const TensorArgs& tensors, const Tensor& table,
                            const OptionalTensor& runs, const Tensor& saved,
                            int64_t first_entry, int64_t num_real_entries, int64_t span,
-                           int64_t entry_tokens, int64_t num_states, bool patches) {
+                           int64_t entry_tokens, const OptionalTensor& seat_of_state,
+                           bool patches) {
   ShadowStageArgs args{};
   args.table = tensors.table(table);
   args.runs = tensors.runs(runs);
-  args.saved = saved_windows(tensors, saved, num_states);
+  args.saved = saved_windows(tensors, saved, seat_of_state);
   NWOR_CHECK(args.saved.span == span, tensors.op(), "span is ", span, "; must be ",
              args.saved.span, ", as the columns of saved say");
   NWOR_CHECK(num_real_entries >= 1, tensors.op(), "num_real_entries is ",
@@ -57,11 +56,11 @@ ShadowStageArgs stage_args(const TensorArgs& tensors, const Tensor& table,
 ShadowCommitArgs commit_args(const TensorArgs& tensors, const Tensor& table,
                              const OptionalTensor& runs, const Tensor& saved,
                              const Tensor& counters, int64_t entry_tokens,
-                             int64_t num_states, bool undoes) {
+                             const OptionalTensor& seat_of_state, bool undoes) {
   ShadowCommitArgs args{};
   args.table = tensors.table(table);
   args.runs = tensors.runs(runs);
-  args.saved = saved_windows(tensors, saved, num_states);
+  args.saved = saved_windows(tensors, saved, seat_of_state);
   args.counters = tensors.counters(counters);
   args.entry_tokens = checked_entry_tokens(tensors, entry_tokens);
   args.undoes = undoes;
@@ -123,12 +122,12 @@ void stage(Tensor table, OptionalTensor runs, Tensor block_table, Tensor slot_ma
            Tensor query_start_loc, Tensor seq_lens, Tensor cu_num_logits,
            OptionalTensor state_indices, Tensor saved, int64_t first_entry,
            int64_t num_real_entries, int64_t span, int64_t entry_tokens,
-           int64_t num_states, int64_t step, bool patches, bool rest_is_logged,
-           int64_t num_leading_zeros) {
+           OptionalTensor seat_of_state, int64_t step, bool patches,
+           bool rest_is_logged, int64_t num_leading_zeros) {
   const TensorArgs tensors(kStage, "table", table);
   ShadowStageArgs args =
       stage_args(tensors, table, runs, saved, first_entry, num_real_entries, span,
-                 entry_tokens, num_states, patches);
+                 entry_tokens, seat_of_state, patches);
   launch_stage(tensors, args, block_table, slot_mapping, query_start_loc, seq_lens,
                cu_num_logits, state_indices, step, rest_is_logged, num_leading_zeros);
 }
@@ -137,21 +136,22 @@ void commit_draft_layer(Tensor table, OptionalTensor runs, Tensor block_table,
                         Tensor slot_mapping, OptionalTensor state_indices, Tensor saved,
                         OptionalTensor sampled_token_ids, int64_t vocab_size,
                         OptionalTensor num_rejected, Tensor counters, int64_t num_reqs,
-                        int64_t entry_tokens, int64_t num_states, bool undoes,
+                        int64_t entry_tokens, OptionalTensor seat_of_state, bool undoes,
                         OptionalTensor counters_to) {
   const TensorArgs tensors(kCommit, "table", table);
   ShadowCommitArgs args = commit_args(tensors, table, runs, saved, counters,
-                                      entry_tokens, num_states, undoes);
+                                      entry_tokens, seat_of_state, undoes);
   set_windows(tensors, args, block_table, slot_mapping, state_indices, num_reqs);
   launch_commit(tensors, args, sampled_token_ids, vocab_size, num_rejected,
                 tensors.counters_to(counters_to));
 }
 
 void unstage(Tensor block_table, Tensor slot_mapping, OptionalTensor state_indices,
-             Tensor saved, int64_t num_reqs, int64_t entry_tokens, int64_t num_states) {
+             Tensor saved, int64_t num_reqs, int64_t entry_tokens,
+             OptionalTensor seat_of_state) {
   const TensorArgs tensors(kUnstage, "block_table", block_table);
   ShadowUndoArgs args{};
-  args.saved = saved_windows(tensors, saved, num_states);
+  args.saved = saved_windows(tensors, saved, seat_of_state);
   args.entry_tokens = checked_entry_tokens(tensors, entry_tokens);
   set_windows(tensors, args, block_table, slot_mapping, state_indices, num_reqs);
   NWOR_DISPATCH(tensors, args, unstage);
@@ -160,13 +160,13 @@ void unstage(Tensor block_table, Tensor slot_mapping, OptionalTensor state_indic
 StagedLayers::StagedLayers(Tensor table, OptionalTensor runs, Tensor saved,
                            Tensor counters, Tensor ring, int64_t first_entry,
                            int64_t num_real_entries, int64_t span, int64_t entry_tokens,
-                           int64_t num_states, bool patches, bool undoes)
+                           OptionalTensor seat_of_state, bool patches, bool undoes)
     : stage_tensors_(kStage, "table", table),
       commit_tensors_(kCommit, "table", table),
       stage_(stage_args(stage_tensors_, table, runs, saved, first_entry,
-                        num_real_entries, span, entry_tokens, num_states, patches)),
+                        num_real_entries, span, entry_tokens, seat_of_state, patches)),
       commit_(commit_args(commit_tensors_, table, runs, saved, counters, entry_tokens,
-                          num_states, undoes)),
+                          seat_of_state, undoes)),
       ring_(commit_tensors_.ring(ring)) {}
 
 void StagedLayers::stage(Tensor block_table, Tensor slot_mapping,

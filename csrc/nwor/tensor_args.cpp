@@ -265,7 +265,15 @@ SavedWindows TensorArgs::saved(const Tensor& saved) const {
   NWOR_CHECK(span >= 1 && saved.size(1) == kSavedEntries + 2 * span, op_,
              "saved has shape ", shape_of(saved), "; dimension 1 must be ",
              kSavedEntries + 0, " + 2 * span, span at least 1");
-  return {rows, saved.size(0), span, {}, 0};
+  return {rows, saved.size(0), span, {}, nullptr, 0};
+}
+
+void TensorArgs::set_seats(SavedWindows& saved,
+                           const OptionalTensor& seat_of_state) const {
+  if (seat_of_state.has_value()) {
+    saved.seat_of_state = values<int32_t>("seat_of_state", *seat_of_state);
+    saved.num_states = seat_of_state->size(0);
+  }
 }
 
 IndexArray TensorArgs::state_indices(const OptionalTensor& state_indices,

@@ -71,6 +71,7 @@ class TensorArgs {
   // [num_seats, kSavedEntries + 2 * span]; without the seats of a step.
   SavedWindows saved(const Tensor& saved) const;
   // [num_reqs] or nothing, with room in `saved` for that many windows.
+  void set_seats(SavedWindows& saved, const OptionalTensor& seat_of_state) const;
   IndexArray state_indices(const OptionalTensor& state_indices, int64_t num_reqs) const;
 
  private:

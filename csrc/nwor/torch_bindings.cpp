@@ -78,17 +78,19 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
       "stage(Tensor table, Tensor? runs, Tensor(a!) block_table, Tensor(b!) "
       "slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor "
       "cu_num_logits, Tensor? state_indices, Tensor(c!) saved, int first_entry, int "
-      "num_real_entries, int span, int entry_tokens, int num_states, int step, bool "
+      "num_real_entries, int span, int entry_tokens, Tensor? seat_of_state, int step, "
+      "bool "
       "patches, bool rest_is_logged, int num_leading_zeros=0) -> ()");
   ops.def(
       "commit_draft_layer(Tensor table, Tensor? runs, Tensor(a!) block_table, "
       "Tensor(b!) slot_mapping, Tensor? state_indices, Tensor(c!) saved, Tensor? "
       "sampled_token_ids, int vocab_size, Tensor? num_rejected, Tensor(d!) "
-      "counters, int num_reqs, int entry_tokens, int num_states, bool undoes, "
+      "counters, int num_reqs, int entry_tokens, Tensor? seat_of_state, bool undoes, "
       "Tensor(e!)? counters_to=None) -> ()");
   ops.def(
       "unstage(Tensor(a!) block_table, Tensor(b!) slot_mapping, Tensor? "
-      "state_indices, Tensor saved, int num_reqs, int entry_tokens, int num_states) -> "
+      "state_indices, Tensor saved, int num_reqs, int entry_tokens, Tensor? "
+      "seat_of_state) -> "
       "()");
   ops.def(
       "audit_seat(Tensor tables, Tensor tokens, int seat, int generation, int seed, "
@@ -101,8 +103,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C_cache_ops, ops) {
       "audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc, "
       "Tensor block_table, int num_reqs, int num_tokens, int step, Tensor? "
       "cu_num_logits, Tensor? sampled_token_ids, int vocab_size, Tensor? "
-      "num_rejected, bool is_undone, Tensor? staged, Tensor? state_indices, int "
-      "num_states, Tensor? hits, int num_blocks, int num_hit_blocks, Tensor(a!) "
+      "num_rejected, bool is_undone, Tensor? staged, Tensor? state_indices, Tensor? "
+      "seat_of_state, Tensor? hits, int num_blocks, int num_hit_blocks, Tensor(a!) "
       "findings_to) -> ()");
   ops.def(
       "audit_blocks(Tensor tables, int event, Tensor blocks, Tensor values, int step) "

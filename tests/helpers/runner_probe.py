@@ -30,6 +30,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.helpers.byte_map import allocation
 
+# More than there are.
+NO_SEAT = 1 << 30
+
 
 @dataclass
 class Step:
@@ -263,6 +266,22 @@ class RunnerProbe:
             forward_starts = functools.partial(self._notify, "forward_starts")
             runner.get_model().register_forward_pre_hook(forward_starts)
 
+    def _seats_of_v2(self, indices: list[int]) -> list[int]:
+        """Of requests by their index in the request states. One may lack a seat only if
+        other requests have them all."""
+        shadow = getattr(manager_of(self.runner), "shadow", None)
+        if shadow is None or shadow.seats is None:
+            return indices
+        of_state, live = shadow.seats.of_state, self.runner.req_states.req_id_to_index
+        has = [seat for seat in of_state[list(live.values())].tolist() if seat >= 0]
+        found = of_state[indices].tolist()
+        if len(has) != len(set(has)) or (
+            min(found) < 0 and len(has) < shadow.num_seats
+        ):
+            text = f"of {shadow.num_seats} seats these requests have {has}"
+            self.step.contradictions.append(f"{text}, those of the step {found}")
+        return [seat if seat >= 0 else NO_SEAT for seat in found]
+
     def _observe_v2(self) -> None:
         runner = self.runner
 
@@ -278,13 +297,13 @@ class RunnerProbe:
                 drafts = (bounds[1:] - bounds[:-1] - 1).tolist()
                 num_sampled, fallen = result[1].tolist(), result[2].tolist()
                 accepted = [n - f for n, f in zip(drafts, fallen, strict=False)]
-                last = runner.max_num_reqs - 1  # is given out first
+                seats = self._seats_of_v2(batch.idx_mapping.tolist())
                 step.record(
                     batch.req_ids,
                     batch.logits_indices.tolist(),
                     drafts,
                     accepted,
-                    [last - index for index in batch.idx_mapping.tolist()],
+                    seats,
                 )
                 step.contradictions += [
                     f"{name}: {num} accepted, {one} sampled do not add up"

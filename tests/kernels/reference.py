@@ -152,7 +152,10 @@ def seats_of(args: Any, num_reqs: int) -> list[tuple[int, int]]:
     """(request, its seat) of those that have one."""
     seats: Sequence[int] = range(num_reqs)
     if args.state_indices is not None:
-        seats = (args.num_states - 1 - args.state_indices).tolist()
+        seats = args.state_indices.tolist()
+        if args.seat_of_state is not None:
+            known = dict(enumerate(args.seat_of_state.tolist()))
+            seats = [known.get(index, -1) for index in seats]
     return [(r, seat) for r, seat in enumerate(seats) if 0 <= seat < len(args.saved)]
 
 

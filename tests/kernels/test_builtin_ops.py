@@ -141,6 +141,7 @@ class ByClasses(Step):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.known = {}
+        self.tables_of_seats = self.tables_of_seats[:1] * 4  # they are made of it
 
     def check(self, op, table=0, **more):
         of, method, names = METHODS[op]

@@ -185,7 +185,8 @@ REFUSED = [
     ("first_entry", lambda n: n - 1, "is 9; must be at least 10, num_real_entries"),
     ("first_entry", lambda n: (1 << 31) - 8, "must leave room for 4 seats of 2"),
     ("num_reqs", lambda n: -1, "is -1; must be at least 0"),
-    ("num_states", lambda n: -1, "is -1; must be at least 0"),
+    ("seat_of_state", torch.Tensor.long, "has dtype Long; must be Int"),
+    ("seat_of_state", every_second, "and is not contiguous; must be"),
     ("first_shadow_slot", lambda n: 0, "is 0; must be at least 1"),
 ]
 
@@ -208,6 +209,8 @@ def of_ops(table):
 def test_what_is_refused_and_what_is_said(device, op, name, change, said):
     calls = Calls(device)
     good = calls.arguments[op][name]
+    if name == "seat_of_state":
+        good = int32([0, 1, 2, 3], device)
     if name == "state_indices":
         good = torch.arange(3, device=device)
     value = change(good)
@@ -269,8 +272,8 @@ OFFSETS = [
     (257, "4 heads of 64 bytes at log_offset 257 do not fit a row of undo_log of 512"),
 ]
 for op in PAGED:
-    said = "state_indices[2] is 6; must be another one, an earlier row has it"
-    VALUES.append((op, "state_indices", lambda _: torch.tensor([6, 7, 6]), said))
+    said = "state_indices[2] is 2; must be another one, an earlier row has it"
+    VALUES.append((op, "state_indices", lambda _: torch.tensor([2, 1, 2]), said))
 for op in (STAGE, COMMIT):
     said = "entry_tokens is 6; must be a multiple of the block size 4 of table row 0"
     VALUES.append((op, "entry_tokens", lambda n: 6, said))

@@ -39,7 +39,7 @@ CLASSES = {
     "LoggedLayers": "table runs table runs undo_log log_slots log_windows counters "
     "ring first_shadow_slot",
     "StagedLayers": "table runs saved counters ring first_entry num_real_entries span "
-    "entry_tokens num_states patches undoes",
+    "entry_tokens seat_of_state patches undoes",
 }
 OF_STAGE = (
     "block_table slot_mapping query_start_loc seq_lens cu_num_logits state_indices "
@@ -57,8 +57,8 @@ METHODS = {
 # By which a draft's rejected bytes stay out of the cache: they are put back, or were in
 # shadow blocks.
 FAMILIES = (LOG, RESTORE), (STAGE, COMMIT)
-# Requests that a runner has room for; seats are counted from the last one.
-NUM_STATES = 9
+# Of the runner's places for requests: their seats, some of which nobody has.
+SEAT_OF_STATE = (3, -1, 0, 2, 8, 1, 4, 5)
 # What the counters are before the first step: they are added to.
 FIRST_COUNTS = torch.arange(10, 10 + NUM_COUNTERS)
 Arguments = dict[str, Any]
@@ -223,7 +223,9 @@ class Step:
         size = (pages.num_seats, ops.SAVED_COLUMNS + 2 * pages.span)
         self.saved = guarded(size, torch.int32, device).zero_()
         self.step = 1 + seed
-        self.num_states, self.rest_is_logged = NUM_STATES, False
+        self.rest_is_logged = False
+        table = torch.tensor(SEAT_OF_STATE, dtype=torch.int32, device=device)
+        self.tables_of_seats = [table, table, None, None]  # taken in turn
         size = (len(layouts), NUM_COUNTERS)
         self.counters = guarded(size, torch.int64, device)
         self.counters[:] = FIRST_COUNTS.to(device)
@@ -248,10 +250,20 @@ class Step:
         of the number of drafts is off.
         """
         device, self.num_reqs = self.device, len(requests)
-        self.state_indices = None
+
+        def int32(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        self.state_indices = self.seat_of_state = None
         if seats is not None:
             dtype = torch.int64 if self.step % 2 else torch.int32
-            indices = [NUM_STATES - 1 - seat for seat in seats]
+            indices = list(seats)
+            self.seat_of_state = self.tables_of_seats[self.step % 4]
+            if self.seat_of_state is not None:  # else a request's index is its seat
+                # What is no seat has an index beyond the last one, every other time.
+                known = dict(zip(SEAT_OF_STATE, itertools.count(), strict=False))
+                known[-1] = known[-1] if self.step % 8 < 4 else len(known) + 1
+                indices = [known[seat] for seat in seats]
             self.state_indices = torch.tensor(indices, dtype=dtype, device=device)
         self.drafts = [request.num_drafts for request in requests]
         self.num_drafts = sum(self.drafts) + extra_drafts
@@ -264,9 +276,6 @@ class Step:
         self.num_tokens = len(slots)
         self.slot_mapping = guarded((len(slots) + 1,), torch.int64, device)
         self.slot_mapping[:-1] = torch.tensor(slots, dtype=torch.int64)
-
-        def int32(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
 
         sizes = (request.num_rows for request in requests)
         starts = [*itertools.accumulate(sizes, initial=0)]

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -48,6 +48,7 @@ from vllm_nwor import metrics, ops
 from vllm_nwor.config import Mode, NworConfig, Strict
 from vllm_nwor.draft_manager import DraftCommitManager, NworError, StagedGroup, State
 from vllm_nwor.report import Report
+from vllm_nwor.shadow_blocks import seats_num_bytes
 from vllm_nwor.undo_log import num_bytes
 
 LOG_GUARD = 0xA7
@@ -196,6 +197,7 @@ class Engine:
         }
         size = num_bytes(capacity, sum(layers), len(groups), len(layers))
         size += sum(group.num_bytes for group in staged.values())
+        size += seats_num_bytes(MAX_REQUESTS)
         self.memory = torch.full((size + 2 * GUARD_BYTES,), LOG_GUARD).byte()
         config = NworConfig(
             mode=Mode.STAGE if staged else Mode.COW,
@@ -204,7 +206,7 @@ class Engine:
         storage = self.memory[GUARD_BYTES : GUARD_BYTES + size]
         return DraftCommitManager(
             *(config, groups, capacity, storage, self.seam, staged),
-            num_states=MAX_REQUESTS,
+            num_states=MAX_REQUESTS if self.has_indices else 0,
         )
 
     def _note_own(self) -> None:
@@ -222,13 +224,14 @@ class Engine:
         bound: int,
         form: int,
         payloads: np.random.Generator,
+        live: Mapping[str, int],
     ) -> bool:
         """The runner's step. begins, pads, bound: as in Step. form: of the sampler's
-        output. payloads: gives what the forward writes.
+        output. payloads: gives what the forward writes. live: all requests' indices.
 
         Returns whether the output reaches the scheduler; if NWOR raised, `is_dead`.
         """
-        seats = [self._seat(row, rows) for row, rows in enumerate(batch)]
+        seats = self._seats(batch, live)
         step = Step(batch, self.groups, pads, begins, bound, seats)
         payload = np.frombuffer(payloads.bytes(step.index.size), np.uint8)
         self.is_dead = self._begin(step, fault)
@@ -429,11 +432,19 @@ class Engine:
         logged = [name for gid in step.logged for name in self.groups[gid].protected]
         return [*failed, *(name for names in after for name in names)], logged
 
-    def _seat(self, row: int, rows: Rows) -> int | None:
-        """The runner gives out its last index first."""
-        is_v2 = self.has_indices
-        seat = MAX_REQUESTS - 1 - rows.request.index if is_v2 else row
-        return seat if seat < self.num_seats else None
+    def _seats(
+        self, batch: Sequence[Rows], live: Mapping[str, int]
+    ) -> list[int | None]:
+        """Of each row, as the hooks have it: on V1 its place in the batch, on V2 that
+        of its index, in steps with drafts."""
+        shadow, seats = self.manager.shadow, [*range(len(batch))]
+        if self.has_indices:
+            seats = [rows.request.index for rows in batch]
+        if shadow is not None and shadow.seats is not None:
+            if any(rows.num_drafts for rows in batch):
+                shadow.seats.lack(np.array(seats), live)
+            seats = shadow.seats.of_state[seats].tolist()
+        return [seat if 0 <= seat < self.num_seats else None for seat in seats]
 
     def _lacks_seats(self, step: Step) -> bool:
         """As the hooks see it: V2's does not look at drafts."""

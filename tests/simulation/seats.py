@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 from tests.simulation.cache import MAX_DRAFTS, MAX_REQUESTS, Violation
@@ -95,6 +96,7 @@ class SeatEngine:
         self.rule = rule()
         self.span = (1 - -(MAX_DRAFTS - 1) // cache.tokens) * cache.tokens
         self.num_seats = cache.num_seats
+        self.seat_of: dict[int, int] = {}
         self.shadows = [[0] * self.span for _ in range(MAX_REQUESTS)]
         self.num_writes = 0
 
@@ -104,13 +106,13 @@ class SeatEngine:
         has_drafts = any(rows.num_drafts for rows in batch)
         is_staged = has_drafts and fault.name not in ("stage", "missed", "all logged")
         self.rule.start(has_drafts, is_staged, begins)
+        found = dict(zip(batch, self._seats(batch, drawn["live"]), strict=True))
+        # Others are logged, which adds nothing here.
         seats = {
-            rows: MAX_REQUESTS - 1 - rows.request.index if self.has_indices else row
-            for row, rows in enumerate(batch)
-            if is_staged and rows.is_window
+            rows: seat
+            for rows, seat in found.items()
+            if is_staged and rows.is_window and 0 <= seat < self.num_seats
         }
-        # The others are logged, which adds nothing here.
-        seats = {rows: seat for rows, seat in seats.items() if seat < self.num_seats}
         for rows, seat in seats.items():
             self._stage(rows, seat)
         for rows in batch:
@@ -124,6 +126,19 @@ class SeatEngine:
                 rows.num_accepted = min(rows.num_accepted, fault.call)
                 rows.special = EMPTY if fault.moment == 0 else rows.special
         return True
+
+    def _seats(self, batch: list[Rows], live: Mapping[str, int]) -> list[int]:
+        """On V2 those of indices that no request has any more are given out anew."""
+        if not self.has_indices:
+            return [*range(len(batch))]
+        indices = [rows.request.index for rows in batch]
+        held = {i: seat for i, seat in self.seat_of.items() if i in live.values()}
+        free = sorted({*range(self.num_seats)} - {*held.values()}, reverse=True)
+        for index in indices:
+            if index not in held and free:
+                held[index] = free.pop()
+        self.seat_of = held
+        return [held.get(index, -1) for index in indices]
 
     def check_bytes(self, moment: str) -> None:
         """Each row was compared when it counted."""

@@ -252,7 +252,9 @@ class Simulator:
         self.rows = batch if has_indices else condense(self.rows, batch)
         in_order = [self.batch.pop(request.name) for request in self.rows]
         planted = Fault(FAULTS[fault], call, moment)
+        live = {one.name: one.index for one in self.requests if one.index >= 0}
         drawn = {"pads": pads, "bound": bound, "form": form, "payloads": self.payloads}
+        drawn["live"] = live
         if self.engine.run(in_order, begins, planted, **drawn):
             self._update(in_order)
         if self.engine.is_dead:

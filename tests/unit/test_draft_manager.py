@@ -6,19 +6,31 @@ tests/simulation plays windows, layouts and faults on the real manager: each mov
 between its states, each reason to fall back (guarantees 1, 2, 6, 7 and 9).
 """
 
+import itertools
 import weakref
 from dataclasses import replace
+from unittest.mock import MagicMock
 
+import numpy
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.worker.gpu.states import RequestState
 
 from tests.simulation.engine import Fault, FaultyOps
 from vllm_nwor import ops
 from vllm_nwor.config import Mode, NworConfig, OnReject, Strict
 from vllm_nwor.draft_manager import DraftCommitManager, NworError, State
 from vllm_nwor.kv_layout import packed_layout, row_layout
-from vllm_nwor.layer_tables import LayerCache
-from vllm_nwor.shadow_blocks import ShadowRegion, StagedGroup, blocks_per_seat
+from vllm_nwor.layer_tables import DeviceMemory, LayerCache
+from vllm_nwor.shadow_blocks import (
+    Seats,
+    ShadowRegion,
+    StagedGroup,
+    blocks_per_seat,
+    seats_num_bytes,
+)
 from vllm_nwor.undo_log import num_bytes
 from vllm_nwor.window import NumRejected, Undone, VerificationWindows
 
@@ -361,7 +373,7 @@ def test_given_storage_bounds_the_capacity(is_staged):
     """Shadow blocks keep their own things in it, too."""
     needed = num_bytes(5, ROW_BYTES, num_groups=1, num_layers=2)
     if is_staged:
-        needed += StagedGroup(REGION, SLOTS).num_bytes
+        needed += StagedGroup(REGION, SLOTS).num_bytes + seats_num_bytes(2)
     storage = torch.zeros(needed + ROW_BYTES, dtype=torch.uint8)
 
     manager = World(is_staged, capacity=16, storage=storage).manager
@@ -454,6 +466,41 @@ def test_a_seat_has_a_block_for_each_that_drafts_can_touch(block_size):
             for first in range(block_size)
         )
         assert blocks_per_seat(num_drafts, block_size) == touched
+
+
+@settings(max_examples=60)
+@given(
+    num_seats=st.integers(1, 5),
+    moves=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 63)), max_size=60),
+)
+def test_free_seats_are_given_out_and_nobody_loses_one(num_seats, moves):
+    """Requests come and go as in vLLM's own request states, whose last index to become
+    free is the first to be given out."""
+    num_states = 6
+    states = MagicMock(free_indices=list(range(num_states)), req_id_to_index={})
+    live = states.req_id_to_index
+    memory = DeviceMemory(torch.device("cpu"), None)
+    seats, held, names = Seats(num_seats, num_states, 2, memory), {}, itertools.count()
+    for kind, number in moves:
+        if kind < 4 and len(live) < num_states:
+            RequestState.add_request(states, f"r{next(names)}", 1, [1], 0, 9)
+        elif kind < 6 and live:
+            name = list(live)[number % len(live)]
+            RequestState.remove_request(states, name)
+            held.pop(name, None)
+        in_step = [name for i, name in enumerate(live) if number >> i & 1]
+        if not in_step:
+            continue
+        indices = numpy.array([live[name] for name in in_step])
+        lacks = seats.lack(indices, live)
+        of = {name: int(seats.of_state[index]) for name, index in live.items()}
+        assert lacks == any(of[name] < 0 for name in in_step)
+        has = [seat for seat in of.values() if seat >= 0]
+        assert len(has) == len(set(has)) <= num_seats > max(has, default=-1)
+        assert not lacks or len(has) == num_seats
+        assert all(of[name] == seat for name, seat in held.items())
+        held = {name: seat for name, seat in of.items() if seat >= 0}
+        assert seats.on_device.tolist() == seats.of_state.tolist()
 
 
 @pytest.mark.parametrize("entry_tokens", [3, 8])

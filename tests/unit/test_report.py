@@ -8,7 +8,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
-from unittest.mock import MagicMock, Mock, patch
+from unittest.mock import Mock, patch
 
 import numpy
 import pytest
@@ -17,7 +17,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from tests.unit.test_draft_manager import BLOCKS, ROW_BYTES, SLOTS, TABLE, World, int32
@@ -174,10 +173,11 @@ class Runner:
     """What V2's hooks of a step need, around a World's manager and step; its sampler
     rejects all drafts. V1 is what all engines here run."""
 
-    def __init__(self, *is_staged, num_states=2, indices=(1, 0), **world):
+    def __init__(self, *is_staged, num_states=2, indices=(0, 1), **world):
         self.world = World(*is_staged, num_states=num_states, **world)
         self.manager, step = self.world.manager, self.world.step
-        self.nwor_state = hooks.RunnerState(self.manager, [], num_states=num_states)
+        self.nwor_state = hooks.RunnerState(self.manager, [])
+        self.req_states = SimpleNamespace(req_id_to_index=dict(enumerate(indices)))
         self.tables, self.slots = step.block_tables, torch.stack(step.slot_mappings)
         self.batch = SimpleNamespace(
             num_draft_tokens=step.num_drafts,
@@ -390,22 +390,26 @@ STAGES, LOGS = {"stage": 1, "commit": 1}, {"log": 1, "restore": 1}
 
 
 @pytest.mark.parametrize(
-    ("num_states", "indices", "entries", "num_logged"),
+    ("num_states", "indices", "others", "entries", "num_logged"),
     [
-        (2, (1, 0), (BLOCKS + 1, BLOCKS + 2), 0),
-        (2, (0, 1), (BLOCKS + 3, BLOCKS), 0),
-        (5, (4, 3), (BLOCKS + 1, BLOCKS + 2), 0),
-        (5, (2, 4), (1, BLOCKS), 2),
-        (5, (3, 0), (BLOCKS + 3, 4), 1),
-        (5, (0, 1), (1, 4), 3),
+        (2, (0, 1), (), (BLOCKS + 1, BLOCKS + 2), 0),
+        (2, (1, 0), (), (BLOCKS + 3, BLOCKS), 0),
+        # There are two seats.
+        (5, (0, 4), (), (BLOCKS + 1, BLOCKS + 2), 0),
+        (5, (3, 1), (2,), (BLOCKS + 3, 4), 1),
+        (5, (2, 1), (0, 2), (BLOCKS + 3, 4), 1),
+        (5, (4, 3), (0, 1), (1, 4), 3),
     ],
 )
-def test_v2_seats_those_whose_request_states_are_last(
-    num_states, indices, entries, num_logged
+def test_v2_requests_without_a_seat_are_logged_in_the_same_step(
+    num_states, indices, others, entries, num_logged
 ):
-    """They are given out first, and kept. There are two seats; drafts of others are
-    logged in the same step."""
+    """others: the indices of requests that have had a step before."""
     runner = Runner(True, num_states=num_states, indices=indices)
+    if others:
+        live = {f"other {index}": index for index in others}
+        assert not runner.nwor_state.seats.lack(numpy.array(others), live)
+        runner.req_states.req_id_to_index |= live
     runner.execute(runner.prepare)
     assert (runner.tables[0][0, 1], runner.tables[0][1, 0]) == entries
 
@@ -451,33 +455,22 @@ def test_v1_seats_the_first_rows_of_the_batch(num_seats, drafts, lacks):
     assert runner.nwor_state.windows is seen[0]  # to be logged
 
 
-def test_vllm_gives_out_the_places_with_seats_first_and_nobody_loses_one():
-    """In vLLM's own request states (V2) and batch (V1), while requests run and others
-    come and go. A row that becomes free is the last request's."""
-    states = MagicMock(free_indices=list(range(8)), req_id_to_index={})
+def test_v1_gives_out_the_first_rows_first_and_moves_the_last_one():
+    """In vLLM's own batch, while requests run and others come and go."""
     batch = InputBatch(8, 16, 16, torch.device("cpu"), 9, [4], [4])
 
-    def seats():
-        of_v2 = {name: 7 - index for name, index in states.req_id_to_index.items()}
-        return of_v2, dict(batch.req_id_to_index)
-
     def add(name):
-        RequestState.add_request(states, name, 1, [1], 0, 9)
         about = name, [1], [], SamplingParams(), None, ([1],), 0, []
         batch.add_request(CachedRequestState(*about))
 
     for name in "abcd":
         add(name)
-    assert seats() == (dict(zip("abcd", range(4), strict=True)),) * 2
-    for one in (RequestState.remove_request(states, "b"), batch.remove_request("b")):
-        assert one is not None
+    assert batch.req_id_to_index == dict(zip("abcd", range(4), strict=True))
+    batch.remove_request("b")
     batch.condense()
-    assert seats() == ({"a": 0, "c": 2, "d": 3}, {"a": 0, "d": 1, "c": 2})
+    assert batch.req_id_to_index == {"a": 0, "d": 1, "c": 2}
     add("e")
-    assert seats() == (
-        {"a": 0, "c": 2, "d": 3, "e": 1},
-        {"a": 0, "d": 1, "c": 2, "e": 3},
-    )
+    assert batch.req_id_to_index == {"a": 0, "d": 1, "c": 2, "e": 3}
 
 
 class Stopped(BaseException):

@@ -85,7 +85,12 @@ from .metrics import (
     STALE_LOG,
 )
 from .report import MAX_IN_FLIGHT, StepPayload, counter_ring
-from .shadow_blocks import BlockTableLost, ShadowBlocks, StagedGroup
+from .shadow_blocks import (
+    BlockTableLost,
+    ShadowBlocks,
+    StagedGroup,
+    seats_num_bytes,
+)
 from .undo_log import GroupLog, UndoLog, fitting_capacity
 from .window import Acceptance, Undone, VerificationWindows
 
@@ -153,7 +158,7 @@ class DraftCommitManager:
         max_in_flight: steps, from the oldest whose counts were not read to the newest
             that made its commit.
         num_states: requests that the runner has room for, where windows come with
-            state_indices.
+            state_indices; else 0.
 
         Raises:
             ValueError: nothing to protect, or no room for a single draft.
@@ -166,6 +171,7 @@ class DraftCommitManager:
         staged = staged or {}
         groups = sorted(groups, key=lambda group: group[0] not in staged)
         shadow_bytes = sum(group.num_bytes for group in staged.values())
+        shadow_bytes += seats_num_bytes(num_states) if staged else 0
         poisons = config.on_reject is OnReject.POISON
         self.capacity = fitting_capacity(
             capacity, groups, storage, shadow_bytes, poisons
@@ -210,6 +216,7 @@ class DraftCommitManager:
                 self.ops,
                 memory,
                 num_states,
+                max_in_flight,
             )
             if others:
                 self._unstaged_log = UndoLog(
@@ -464,7 +471,7 @@ class DraftCommitManager:
         if self._was_restored and self._rest_log is self.undo_log:
             return Undone(True)
         indices = None if shadow.held is None else shadow.held.state_indices
-        return Undone(True, shadow.saved[group_id], indices, shadow.num_states)
+        return Undone(True, shadow.saved[group_id], indices, shadow.seat_of_state)
 
     def _publish(self) -> bool:
         """Enqueues a copy of the counters to the slot, where no op of the last commit

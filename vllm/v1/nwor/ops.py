@@ -274,11 +274,11 @@ block_table: [>= num_reqs, width] int32, rows may be strided. Mutated.
 slot_mapping: [>= num_tokens] or [1, >= num_tokens] int64. Mutated.
 query_start_loc: [>= num_reqs + 1] int32. seq_lens: [>= num_reqs] int32, this step's
     rows included. cu_num_logits: [num_leading_zeros + num_reqs] int32, inclusive.
-state_indices: [num_reqs] int32 or int64, the place of each request among the runner's
-    num_states, no two alike. The seat of request r is num_states - 1 -
-    state_indices[r]: runners give out the last places first. None: it is r.
-    A request whose seat is not below num_seats has none: its window is not staged, and
-    not counted.
+state_indices: [num_reqs] int32 or int64, the index of each request in the runner's
+    states, no two alike; its seat is seat_of_state at that index. None: request r has
+    seat r. A request whose seat is not one of `saved` has none: its window is not
+    staged, and not counted.
+seat_of_state: [num_states] int32, -1: none. None: the index is the seat.
 saved: [num_seats, SAVED_COLUMNS + 2 * span] int32, zeros before the first use.
     Mutated: what the other calls of the step need, and the next one.
 num_real_entries: entries from here on are not the scheduler's.
@@ -299,7 +299,8 @@ commit_draft_layer: OpOverload
 accepted drafts, and any before them) to the real blocks, in all layers of a table;
 counts; puts block table and slots back.
 
-table, runs, block_table, slot_mapping, state_indices, saved, entry_tokens, num_states:
+table, runs, block_table, slot_mapping, state_indices, saved, entry_tokens,
+    seat_of_state:
     as in stage.
     Mutated: the caches at the kept rows; what stage wrote in block_table and
     slot_mapping, where it still stands there; saved, for the next step.
@@ -321,7 +322,7 @@ there, and copies nothing: a step that failed. Arguments: as commit_draft_layer.
 #   log(slot_mapping, logits_indices, cu_num_logits, num_drafts, num_leading_zeros)
 #   restore(sampled_token_ids, vocab_size, num_rejected, num_drafts, slot)
 # StagedLayers(table, runs, saved, counters, ring, first_entry, num_real_entries, span,
-#     entry_tokens, num_states, patches, undoes): of one table.
+#     entry_tokens, seat_of_state, patches, undoes): of one table.
 #   stage(block_table, slot_mapping, query_start_loc, seq_lens, cu_num_logits,
 #       state_indices, step, rest_is_logged, num_leading_zeros): block_table,
 #       slot_mapping and state_indices have to stay until the step ends.

@@ -21,9 +21,9 @@ Invariants:
 3. An entry is put back only where it still holds what stage wrote.
 
 A request's shadow blocks, its seat, stay the same while it keeps its place in the
-runner: its batch row (V1), or its index in the request states, counted from the end,
-which V2 gives out first. Where there are fewer seats than requests, those without one
-are the undo log's (draft_manager.py). Committed rows that
+runner: its batch row (V1), or its index in the request states (V2). Where there are
+fewer seats than requests, those without one are the undo log's (draft_manager.py); on
+V2 `Seats` gives out what is free. Committed rows that
 the shadow has from the step before are not copied again. What a shadow has counts only
 if the seat was committed in the runner's step before this one, up to the first row that
 this step writes, to the block that is in the table now (csrc/nwor/shadow.h says why
@@ -34,15 +34,19 @@ before: in that one nothing counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 
 from . import ops as native_ops
 from .layer_tables import ALIGNMENT, CopyTable, DeviceMemory
 from .window import VerificationWindows
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 # int32, on the device.
 _MAX_STEP = 2**31 - 1
@@ -142,9 +146,73 @@ def num_bytes(num_seats: int, span: int) -> int:
     return num_seats * columns * torch.int32.itemsize + ALIGNMENT
 
 
+class Seats:
+    """Who has shadow blocks where not all requests can: the seat of each index in the
+    runner's request states, -1 for none. (Which indices are in use says nothing: vLLM
+    gives out first what became free last.)
+
+    A request keeps its seat as long as it keeps its index. Seats of indices that no
+    request has any more are given to those that need one.
+
+    of_state: [num_states] int32, on the host; on_device: the same, as ops.stage takes
+    it.
+    """
+
+    def __init__(
+        self, num_seats: int, num_states: int, max_in_flight: int, memory: DeviceMemory
+    ) -> None:
+        """max_in_flight: as in DraftCommitManager."""
+        self.of_state = numpy.full(num_states, -1, numpy.int32)
+        self.on_device = memory.take((num_states,), torch.int32).fill_(-1)
+        self._free = list(reversed(range(num_seats)))
+        # What is copied to the device: one for each step that may not have run yet.
+        size = max_in_flight + 2, num_states
+        is_cuda = self.on_device.device.type == "cuda"
+        self._copies = torch.empty(size, dtype=torch.int32, pin_memory=is_cuda)
+        self._number = 0
+        # Of the last step in which requests lacked seats: how many requests there were,
+        # and which ones lacked some.
+        self._seen: tuple[int, bytes] | None = None
+
+    def lack(
+        self, indices: npt.NDArray[numpy.integer[Any]], live: Mapping[str, int]
+    ) -> bool:
+        """Gives out what seats are free; whether one of these requests has none.
+
+        indices: [num_reqs] of a step's requests. live: of all requests that the runner
+        has, by name.
+        """
+        of_state = self.of_state
+        lacking = indices[of_state[indices] < 0]
+        if len(lacking) == 0:
+            return False
+        seen = len(live), lacking.tobytes()
+        if seen == self._seen:  # nobody came or went since
+            return True
+        is_gone = of_state >= 0
+        is_gone[list(live.values())] = False
+        self._free += of_state[is_gone].tolist()
+        of_state[is_gone] = -1
+        seated = lacking[: len(self._free)]
+        if len(seated):
+            of_state[seated] = [self._free.pop() for _ in seated]
+            self._number = (self._number + 1) % len(self._copies)
+            copy = self._copies[self._number]
+            copy.copy_(torch.from_numpy(of_state))
+            self.on_device.copy_(copy, non_blocking=True)
+        rest = lacking[len(seated) :]
+        self._seen = len(live), rest.tobytes()
+        return len(rest) > 0
+
+
 class BlockTableLost(RuntimeError):
     """A block table or slot mapping still names shadow blocks, and cannot be put back:
     what goes on would write to them."""
+
+
+def seats_num_bytes(num_states: int) -> int:
+    """Memory that is enough for what Seats keeps."""
+    return num_states * torch.int32.itemsize + ALIGNMENT
 
 
 class ShadowBlocks:
@@ -163,6 +231,8 @@ class ShadowBlocks:
         longer than to keep it until the next step starts, and commit is in a hurry.
     num_seats: requests beyond so many have none; the undo log protects them.
     groups: by KV-cache group id.
+    seats: on V2 who has one, where there are fewer than requests; else None.
+    seat_of_state: as in ops.stage.
     step: of the runner, with drafts or without, whoever protects them.
     saved: what stage keeps of the windows, by group: int32, device (ops.stage).
     """
@@ -175,13 +245,18 @@ class ShadowBlocks:
         ops: Any,
         memory: DeviceMemory,
         num_states: int,
+        max_in_flight: int,
     ) -> None:
         """groups: (KV-cache group id, its shadow blocks, its layers).
         counters, ring: of each table of each group, in order, as ops.StagedLayers takes
-        them. ops: what has StagedLayers. num_states: as in ops.stage."""
+        them. ops: what has StagedLayers. num_states, max_in_flight: as in
+        DraftCommitManager."""
         self.num_seats = min(group.region.num_seats for _, group, _ in groups)
         self.groups = {gid: group for gid, group, _ in groups}
-        self.num_states = num_states
+        self.seats: Seats | None = None
+        if self.num_seats < num_states:
+            self.seats = Seats(self.num_seats, num_states, max_in_flight, memory)
+        self.seat_of_state = None if self.seats is None else self.seats.on_device
         self.saved: dict[int, torch.Tensor] = {}
         self.step = 1
         self.num_drafts = 0
@@ -203,7 +278,7 @@ class ShadowBlocks:
                     *next(of_tables),
                     *entries,
                     group.entry_tokens,
-                    num_states,
+                    self.seat_of_state,
                     index == 0,  # patches
                     index == len(tables) - 1,  # undoes
                 )

@@ -62,13 +62,13 @@ class Undone(NamedTuple):
 
     is_undone: those of all windows; if there is `staged`, those of the windows that it
         has in shadow blocks. staged: as `saved` of ops.stage, after that step's commit.
-    state_indices: as in VerificationWindows. num_states: as in ops.stage.
+    state_indices: as in VerificationWindows. seat_of_state: as in ops.stage.
     """
 
     is_undone: bool = False
     staged: torch.Tensor | None = None
     state_indices: torch.Tensor | None = None
-    num_states: int = 0
+    seat_of_state: torch.Tensor | None = None
 
 
 class SampledIds(Struct, frozen=True, gc=False):

@@ -20,7 +20,7 @@ from ..draft_manager import DraftCommitManager, NworError
 from ..layer_tables import LayerCache
 from ..metrics import GroupInfo
 from ..report import MAX_IN_FLIGHT
-from ..shadow_blocks import StagedGroup, blocks_per_seat
+from ..shadow_blocks import StagedGroup, blocks_per_seat, seats_num_bytes
 from ..shadow_blocks import num_bytes as num_shadow_bytes
 from ..undo_log import num_bytes
 from .engine_core import config_refusal, connectors_in_forward
@@ -99,7 +99,8 @@ def _build(runner: Any, config: NworConfig, storage: torch.Tensor | None) -> Bui
     try:
         # Releases that do not say how many steps are in flight have the same limit.
         in_flight = getattr(vllm_config, "max_concurrent_batches", MAX_IN_FLIGHT)
-        num_states = runner.max_num_reqs
+        is_v2 = hasattr(runner, "block_tables")  # on V1 seats are batch rows
+        num_states = runner.max_num_reqs if is_v2 else 0
         return DraftCommitManager(*arguments, in_flight, num_states), infos
     except (torch.OutOfMemoryError, MemoryError) as error:
         reason = f"no memory for the undo log of {capacity} drafts: {error}"
@@ -135,6 +136,7 @@ def reserved_bytes(runner: Any, config: NworConfig) -> int:
             entries_per_block = -(-spec.block_size // 16)
             span = blocks_per_seat(num_drafts, spec.block_size) * entries_per_block
             size += num_shadow_bytes(num_seqs, span)
+        size += seats_num_bytes(num_seqs)
     return size
 
 

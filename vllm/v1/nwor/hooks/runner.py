@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -20,6 +20,7 @@ from ..draft_manager import DraftCommitManager, NworError, State
 from ..hooks import stats
 from ..metrics import STEP_FAILED, GroupInfo
 from ..report import Report
+from ..shadow_blocks import Seats
 from ..window import VerificationWindows
 from ._wrap import HookTarget, HostMismatch, Wrapped, Wrapper, install_all
 
@@ -75,25 +76,21 @@ class RunnerState:
     audit: the RunnerAudit, None if nothing is audited; the runner's attribute
         `nwor_audit`, too. Any thread that runs the audit may set it to None.
     emits: whether outputs carry counts (VLLM_NWOR_EMIT_METRICS); those of `report`.
-    num_states: requests that the runner has room for.
-    first_seated: requests whose index in the request states is lower have no shadow
-        blocks (V2); 0: all have some.
+    seats: of the manager's shadow blocks.
     windows: those of the step being prepared (V1), None outside of it.
     """
 
     manager: DraftCommitManager | None
     infos: list[GroupInfo]
     emits: bool = True
-    num_states: InitVar[int] = 0
     windows: VerificationWindows | None = None
     audit: Any = None
-    first_seated: int = field(init=False)
+    seats: Seats | None = field(init=False)
     report: Report = field(init=False)
 
-    def __post_init__(self, num_states: int) -> None:
+    def __post_init__(self) -> None:
         shadow = None if self.manager is None else self.manager.shadow
-        num_seats = num_states if shadow is None else shadow.num_seats
-        self.first_seated = max(0, num_states - num_seats)
+        self.seats = None if shadow is None else shadow.seats
         self.report = Report(self.infos, self.manager)
 
 
@@ -147,7 +144,7 @@ def initialize_kv_cache(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -
 
         storage = runner.__dict__.get("nwor_log_storage")
         built = build(runner, config, storage)
-        state = RunnerState(*built, config.emit_metrics, runner.max_num_reqs)
+        state = RunnerState(*built, config.emit_metrics)
         if state.manager is None:
             runner.nwor_log_storage = None
         runner.nwor_state = state

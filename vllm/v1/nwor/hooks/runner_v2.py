@@ -65,7 +65,7 @@ def _prepare_attn(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
             audit.plan(runner, batch, *result)
         if state.manager is not None and batch.num_draft_tokens > 0:
             block_tables, slot_mappings = result
-            is_one, first = len(block_tables) == 1, state.first_seated
+            is_one, seats = len(block_tables) == 1, state.seats
             windows = VerificationWindows(
                 batch.num_draft_tokens,
                 batch.logits_indices,
@@ -78,7 +78,8 @@ def _prepare_attn(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
                 batch.seq_lens,
                 # Requests change their rows at each step, and keep their states' index.
                 batch.idx_mapping,
-                bool(first and batch.idx_mapping_np.min() < first),
+                seats is not None
+                and seats.lack(batch.idx_mapping_np, runner.req_states.req_id_to_index),
             )
             if not state.manager.stage(windows):
                 state.manager.begin(windows)
