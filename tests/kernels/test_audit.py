@@ -408,22 +408,26 @@ def test_drafts_accepted_and_rejected_are_no_findings(is_undone):
     assert decode(world) == []
 
 
-# Places of two requests among four, and of each seat its drafts: negative if they were
-# left alone.
+# The indices of two requests in the runner's states; seats by index; of each seat its
+# drafts: negative if they were left alone.
 @pytest.mark.parametrize(
-    ("indices", "saved", "undone"),
+    ("indices", "table", "saved", "undone"),
     [
-        (None, [2, 2], "ab"),
-        (None, [2, -2], "a"),
-        (None, [-2, 2], "b"),
-        (None, [2], "a"),  # b has no seat
-        ([2, 3], [2, -2], "b"),
-        ([3, 0], [2, 2], "a"),
-        ([0, 1], [2, 2], ""),
+        (None, None, [2, 2], "ab"),
+        (None, None, [2, -2], "a"),
+        (None, None, [-2, 2], "b"),
+        (None, None, [2], "a"),  # b has no seat
+        ([1, 0], None, [2, -2], "b"),
+        ([0, 3], None, [2, 2], "a"),
+        ([3, 2], [-1, -1, 0, 1], [2, -2], "b"),
+        ([0, 2], [1, 0, -1], [2, 2], "a"),
+        ([2, 3], [0, 1, -1], [2, 2], ""),
     ],
 )
 @pytest.mark.parametrize("spoilt", ["", "a", "b"])
-def test_rejected_drafts_are_undone_window_by_window(indices, saved, undone, spoilt):
+def test_rejected_drafts_are_undone_window_by_window(
+    indices, table, saved, undone, spoilt
+):
     """Where a window was not staged, nothing is said of its rejected slots, and what
     they hold is noticed by the next write alone. A window that was has changed where
     its bytes are others."""
@@ -434,7 +438,8 @@ def test_rejected_drafts_are_undone_window_by_window(indices, saved, undone, spo
     rows = torch.zeros((len(saved), ops.SAVED_COLUMNS + 4), dtype=torch.int32)
     rows[:, 0] = torch.tensor(saved)
     places = None if indices is None else world._int32(indices)
-    world.staged = rows.to(world.device), places, 4
+    seats = None if table is None else world._int32(table)
+    world.staged = rows.to(world.device), places, seats
     world.restored = set(undone) - {spoilt}
     for request in world.requests.values():
         request.text.append(30)
