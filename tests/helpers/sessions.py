@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.request import RequestStatus
 
 from tests.helpers.drafters import ScriptedDrafter, no_drafts
 from tests.helpers.engine import NUM_DRAFTS, Engine, threads
@@ -33,6 +34,28 @@ def add_turn(engine: Engine, name: str, turn: Turn | None) -> None:
         resumable=turn is not None,
     )
     engine.core.add_request(*engine.core.preprocess_add_request(request))
+
+
+class Session:
+    """One that is played turn by turn, while no other request runs."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.engine, self.name, self.id = engine, name, f"{name}-0"
+
+    def turn(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
+        """What comes in reply."""
+        add_turn(self.engine, self.name, (tokens, max_tokens))
+        reply: list[int] = []
+        with threads(1), self.engine.connected():
+            while len(reply) < max_tokens:
+                for outputs in self.engine.core.step()[0].values():
+                    for output in outputs.outputs:
+                        reply += output.new_token_ids
+        return reply
+
+    def end(self) -> None:
+        aborted = RequestStatus.FINISHED_ABORTED
+        self.engine.scheduler.finish_requests(self.id, aborted)
 
 
 def play(

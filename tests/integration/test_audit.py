@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,18 +24,15 @@ import pytest
 import torch
 import vllm
 from packaging.version import Version
-from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request as CoreRequest
-from vllm.v1.request import RequestStatus
 
-from tests.helpers.engine import BLOCK_SIZE, Engine, Request, threads
+from tests.helpers.engine import BLOCK_SIZE, Engine, Request
 from tests.helpers.environment import model_path
 from tests.helpers.lora import lora
 from tests.helpers.runner_probe import request_name
-from tests.helpers.sessions import draft_rightly, play
+from tests.helpers.sessions import Session, draft_rightly, play
 from tests.helpers.worker_probe import OracleExtension
 from tests.integration.test_byte_oracle import (
     CACHES,
@@ -327,34 +324,6 @@ def test_what_a_prompt_of_embeddings_finds_is_unverified(sees: Engine) -> None:
 # --- streaming sessions ---------------------------------------------------------------
 
 
-class Session:
-    """A resumable request: a text that comes in turns, each of which is answered."""
-
-    def __init__(self, engine: Engine, name: str) -> None:
-        self.engine, self.name = engine, name
-
-    def turn(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
-        """What comes in reply; only this session may be running."""
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        new = CoreRequest(
-            *(self.name, list(tokens), params, None),
-            block_hasher=self.engine.core.request_block_hasher,
-            resumable=True,
-        )
-        self.engine.scheduler.add_request(new)
-        reply: list[int] = []
-        with threads(1), self.engine.connected():
-            while len(reply) < max_tokens:
-                for outputs in self.engine.core.step()[0].values():
-                    for output in outputs.outputs:
-                        reply += output.new_token_ids
-        return reply
-
-    def end(self) -> None:
-        aborted = RequestStatus.FINISHED_ABORTED
-        self.engine.scheduler.finish_requests(self.name, aborted)
-
-
 def test_a_sessions_own_text_is_known_beside_a_connector(connected: Engine) -> None:
     """Its second turn finds it where the first one left it: nothing is looked up. One
     bit of it changed in between."""
@@ -363,7 +332,7 @@ def test_a_sessions_own_text_is_known_beside_a_connector(connected: Engine) -> N
     session = Session(connected, "session")
     assert len(session.turn(prompt(40, 100), 6)) == 6
     group = connected.runner.kv_cache_config.kv_cache_groups[0]
-    (block, *_) = connected.scheduler.kv_cache_manager.get_block_ids("session")[0]
+    (block, *_) = connected.scheduler.kv_cache_manager.get_block_ids(session.id)[0]
     layer = group.layer_names[2]
     cache = connected.runner.compilation_config.static_forward_context[layer].kv_cache
     cache[block, 0, 0].view(torch.uint8)[7] ^= 1
