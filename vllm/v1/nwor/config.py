@@ -90,8 +90,8 @@ ENV_NAMES = (
 SWITCH = ("0", "1")
 # MiB of cache whose bytes the audit compares in a step, unless AUDIT_MIB says.
 DEFAULT_AUDIT_MIB = 32
-# Longer numbers are typing errors, and too many for int64.
-MAX_DIGITS = 18
+# Longer numbers are typing errors; Python refuses to read those of thousands of digits.
+MAX_DIGITS = 100
 
 
 @dataclass(frozen=True)
