@@ -41,7 +41,7 @@ void unstage(Tensor block_table, Tensor slot_mapping, OptionalTensor state_indic
 class LoggedLayers {
  public:
   static constexpr const char* kName = "LoggedLayers";
-  // source, source_runs: the table that a log copies from. ring: [slots, 8] int64 on
+  // source, source_runs: the table that a log copies from. ring: [slots, 9] int64 on
   // the host: among its rows a step's counters_to is chosen, by its number; -1: none.
   LoggedLayers(Tensor source, OptionalTensor source_runs, Tensor table,
                OptionalTensor runs, Tensor undo_log, Tensor log_slots,

@@ -210,7 +210,7 @@ def _no_result(*_args: object) -> None:
 
 
 def publish(to: Tensor, counters: Tensor) -> None:
-    """Copies `counters`, [rows, 8] int64, to `to`; does not wait for the device.
+    """Copies `counters`, [rows, 9] int64, to `to`; does not wait for the device.
     Mutated: `to`, on the host, in pinned memory if `counters` is on a device.
     """
     to.copy_(counters, non_blocking=True)
