@@ -376,7 +376,8 @@ def test_a_key_of_a_token_that_a_sessions_next_turn_replaced_is_found(
         assert result.cached["later"] == BLOCK_SIZE * (1 + is_planted)
         expected = [("wrong_prefix", 2 * BLOCK_SIZE - 1, "session")] * is_planted
         assert [
-            (f.kind, f.position, f.writer.request) for f in found(connected)
+            (f.kind, f.position, request_name(f.writer.request or ""))
+            for f in found(connected)
         ] == expected
 
 
