@@ -230,6 +230,12 @@ def main() -> int:
         result["environment"] = of_the_copy
         result |= {"tests": tests, "mutations": outcomes}
         known = json.loads(args.json.read_text()) if args.json.exists() else {}
+        if args.only is not None and known:  # the others stay as they were found
+            whole = known["selftest"] if args.selftest else known
+            one = outcomes[0] | {"environment": of_the_copy}
+            others = whole["mutations"]
+            named = [one if old["name"] == args.only else old for old in others]
+            result = whole | {"mutations": named}
         whole = {"selftest": result} if args.selftest else result
         write_json(args.json, known | whole)
     return 0 if caught == len(outcomes) else 1

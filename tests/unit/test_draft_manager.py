@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from vllm.v1.worker.gpu.states import RequestState
 
@@ -473,6 +473,8 @@ def test_a_seat_has_a_block_for_each_that_drafts_can_touch(block_size):
     num_seats=st.integers(1, 5),
     moves=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 63)), max_size=60),
 )
+# One has the only seat; another needs it, while that one lives, and behind its end.
+@example(num_seats=1, moves=[(0, 0), (0, 1), (9, 2), (4, 0), (9, 1)])
 def test_free_seats_are_given_out_and_nobody_loses_one(num_seats, moves):
     """Requests come and go as in vLLM's own request states, whose last index to become
     free is the first to be given out."""

@@ -49,12 +49,9 @@ READY = HookTarget(
 
 
 def install(module: ModuleType) -> None:
-    """Wraps what LEDGER has of `module`, unless VLLM_NWOR_EMIT_METRICS is 0 or the mode
-    is off. Raises HostMismatch only under VLLM_NWOR_STRICT: the rest of NWOR does not
-    need this."""
+    """Wraps what LEDGER has of `module`. Raises HostMismatch only under
+    VLLM_NWOR_STRICT: the rest of NWOR does not need this."""
     config = NworConfig.from_env()
-    if not config.emit_metrics or config.mode is Mode.OFF:
-        return
     try:
         if module.__name__ == CORE:
             _extend_response(import_module(ENGINE).EngineCoreReadyResponse)
@@ -62,6 +59,8 @@ def install(module: ModuleType) -> None:
     except (AttributeError, HostMismatch) as error:
         if config.strict:
             raise
+        if config.mode is Mode.OFF or not config.emit_metrics:
+            return
         text = "NWOR: vllm:nwor_info has no samples before the first request: %s"
         logger.warning(text, error)
 
@@ -90,9 +89,13 @@ def rows_of(worker: Any) -> list[tuple[Any, ...]]:
 def _initialize_kv_caches(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
     result = wrapped(*args, **kwargs)
     try:
-        # All ranks have the same groups. An engine core that shares the front end's
-        # process has no index: it is the only one.
-        rows, *_ = core.model_executor.collective_rpc(rows_of)
+        config = NworConfig.from_env()
+        rows: list[tuple[Any, ...]] = []
+        if config.mode is not Mode.OFF and config.emit_metrics:
+            # All ranks have the same groups.
+            rows, *_ = core.model_executor.collective_rpc(rows_of)
+        # An engine core that shares the front end's process has no index: it is the
+        # only one. Rows of an engine that was there before go.
         metrics.keep_info(getattr(core, "engine_index", 0), rows)
     except Exception as error:
         _failed(error)
