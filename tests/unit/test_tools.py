@@ -303,13 +303,14 @@ def checked(monkeypatch, tmp_path):
             (to / name).write_text(text)
 
     def run(
-        *news: str, old: str = "x + x", cuda: str = ""
+        *news: str, old: str = "x + x", cuda: str = "", only: str = ""
     ) -> tuple[int, list[tuple[str, ...]]]:
         file = KERNEL if cuda else "double.py"
         found = tuple(Mutation(new, file, old, new) for new in news)
         monkeypatch.setattr(mutation_check, "MUTATIONS", found)
         result = tmp_path / "a.json"
         options = ["--json", str(result), *(["--cuda", cuda] if cuda else [])]
+        options += ["--only", only] if only else []
         monkeypatch.setattr("sys.argv", ["mutation_check.py", *options])
         status = mutation_check.main()
         outcomes = json.loads(result.read_text())["mutations"]
@@ -336,6 +337,16 @@ def test_only_a_test_that_fails_is_a_catch(checked, monkeypatch):
     monkeypatch.setitem(PROJECT, "double.py", "def double(x):\n    return x + x + 1\n")
     with pytest.raises(MutationError, match=f"without any mutation: {two}"):
         checked("x * x")
+
+
+def test_one_mutation_tried_anew_leaves_the_others_as_they_were(checked, monkeypatch):
+    tests = PROJECT["test_double.py"]
+    monkeypatch.setitem(PROJECT, "test_double.py", "def test_of_nothing(): pass\n")
+    assert checked("x * x", "3 * x") == (1, [("survived",)] * 2)
+    monkeypatch.setitem(PROJECT, "test_double.py", tests)
+    caught = "caught", "test_double.py::test_of_two"
+    found = checked("x * x", "3 * x", only="3 * x")
+    assert found == (0, [("survived",), caught])
 
 
 def test_kernels_are_tried_as_they_were_built(checked, monkeypatch):
