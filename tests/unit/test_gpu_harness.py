@@ -253,7 +253,7 @@ def test_oracle_knows_what_a_seat_holds(runner, kind):
     saved[0, SAVED_COLUMNS - 3 : SAVED_COLUMNS] = torch.tensor([9, 7, 1])
     group = {"num_real_entries": 4, "first_entry": 4, "span": 2, "entry_tokens": BLOCK}
     seats = SimpleNamespace(
-        groups={0: SimpleNamespace(**group)}, saved={0: saved}, step=9
+        groups={0: SimpleNamespace(**group)}, saved={0: saved}, step=9, seats=None
     )
     manager = SimpleNamespace(shadow=seats)
     runner.nwor_state = SimpleNamespace(manager=manager)
