@@ -205,6 +205,7 @@ run_step() { # STEP ARGUMENT...: in a process of its own, which can be stopped w
     echo "== $*"
     case $name in
     build) limit=300 ;;
+    parallel) limit=900 ;;
     bench) limit=3600 ;; # each cell has its own
     soak) limit=7200 ;;  # as long as its argument says
     esac
