@@ -359,7 +359,8 @@ def hooks_of_a_step(is_v2):
 def test_an_audit_that_another_thread_ends_within_a_hook_ends_no_step(is_v2):
     state = hooks.RunnerState(None, [], emits=False)
     for hook in hooks_of_a_step(is_v2):
-        hook(SimpleNamespace(nwor_state=Vanishing(state)))
+        hook(SimpleNamespace(nwor_state=(vanishing := Vanishing(state))))
+        assert vanishing.calls == 1
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
