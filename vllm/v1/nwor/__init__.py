@@ -7,26 +7,33 @@ folder; all imports inside are relative. vLLM loads it through the entry point
 neither torch nor vLLM, and touches no device.
 
 Where things are: the modes and variables in `config`, one slot's bytes in
-`kv_layout`, what begin/commit/abort guarantee in `draft_manager`, every place of vLLM
-that is wrapped in the `LEDGER` of each file under `hooks`. Other plugins may use
-`on_commit`.
+`layout.kv_layout`, what commit guarantees in `transaction.draft_manager`, everything
+that is touched in vLLM in `hooks.ledger`, how one step goes in `step`. Other plugins
+may use `on_commit`.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .commits import Commit, on_commit
+    from .transaction.draft_manager import DraftCommitManager
 
 __version__ = "0.1.0"
-__all__ = ["Commit", "__version__", "on_commit"]
+__all__ = ["Commit", "DraftCommitManager", "__version__", "on_commit"]
+
+_LAZY = {
+    "Commit": "commits",
+    "on_commit": "commits",
+    "DraftCommitManager": "transaction.draft_manager",
+}
 
 
 def __getattr__(name: str) -> Any:
     """What other plugins use is imported when they ask for it."""
-    if name in ("Commit", "on_commit"):
+    if name in _LAZY:
         from importlib import import_module
 
         from .plugin import used_package
 
-        return getattr(import_module(f"{used_package()}.commits"), name)
+        return getattr(import_module(f"{used_package()}.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from .base.wrap import is_hooked
 from .config import EMIT_METRICS, MODE, Mode, NworConfig, NworConfigError
 
 logger = logging.getLogger("vllm.v1.nwor")
+
+SCHEDULER = "vllm.v1.core.sched.scheduler"
 
 
 class Commit(NamedTuple):
@@ -41,8 +44,6 @@ class Commit(NamedTuple):
 
 
 Callback = Callable[[Sequence[Commit]], object]
-# vLLM's Request, how many tokens it has, and what it will have committed.
-Pending = tuple[Any, int, Commit]
 
 
 @dataclass(eq=False)
@@ -88,92 +89,10 @@ def on_commit(callback: Callback) -> Registration:
         raise NworConfigError(f"on_commit: {MODE} is off; allowed are cow and stage")
     if not config.emit_metrics:
         raise NworConfigError(f"on_commit: {EMIT_METRICS} is 0; allowed is 1")
-    if "vllm.v1.core.sched.scheduler" in sys.modules:
-        from .hooks._wrap import is_installed
-        from .hooks.stats import UPDATE
-
-        if not is_installed(UPDATE):
-            raise RuntimeError(
-                "on_commit: vLLM's scheduler was imported without NWOR's hook: the "
-                "mode was set too late, or VLLM_PLUGINS leaves nwor out"
-            )
+    if SCHEDULER in sys.modules and not is_hooked(SCHEDULER):
+        raise RuntimeError(
+            "on_commit: vLLM's scheduler was imported without NWOR's hook: the mode "
+            "was set too late, or VLLM_PLUGINS leaves nwor out"
+        )
     registered.append(registration := Registration(callback))
     return registration
-
-
-def pending(
-    scheduler: Any, scheduled: Any, output: Any, block_sizes: Mapping[int, int]
-) -> list[Pending]:
-    """What a step commits, as far as is known before vLLM takes it in.
-
-    scheduled, output: its SchedulerOutput and ModelRunnerOutput. block_sizes: tokens a
-        block of each KV-cache group that is slot based.
-    """
-    found: list[Pending] = []
-    ids, drafts = output.sampled_token_ids, scheduled.scheduled_spec_decode_tokens
-    for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
-        request = scheduler.requests.get(request_id)
-        # Scheduled before a preemption that it has behind it (vLLM 0.26's name is the
-        # second); if it has not, less is computed than in flight, and start below 0.
-        if (
-            request is None
-            or request.is_finished()
-            or getattr(request, "num_stale_output_tokens", 0)
-            or getattr(request, "async_tokens_to_discard", 0)
-        ):
-            continue
-        start = request.num_computed_tokens - request.num_in_flight_tokens
-        num_ids = len(ids[output.req_id_to_index[request_id]]) if ids else 0
-        num_drafts = len(drafts.get(request_id, ()))
-        if start < 0 or (num_drafts and not num_ids):
-            continue
-        num_rejected = num_drafts and num_drafts + 1 - num_ids
-        end = start + num_scheduled - num_rejected
-        groups = scheduler.kv_cache_manager.get_blocks(request_id).blocks
-        blocks = tuple(
-            tuple(block.block_id for block in group[start // size : -(-end // size)])
-            if (size := block_sizes.get(gid))
-            else ()
-            for gid, group in enumerate(groups)
-        )
-        commit = Commit(request_id, start, end, num_rejected, blocks)
-        found.append((request, request.num_tokens, commit))
-    return found
-
-
-def publish(
-    found: Sequence[Pending], engine_outputs: Any, block_sizes: Mapping[int, int]
-) -> None:
-    """Calls the callbacks, once vLLM took the step in; raises nothing of theirs.
-
-    engine_outputs: what update_from_output returned: EngineCoreOutputs by client.
-    """
-    # Of requests, and of turns of a streaming session, that ended in this step.
-    ended = {
-        output.request_id: output.new_token_ids
-        for of_client in engine_outputs.values()
-        for output in of_client.outputs
-        if output.finish_reason is not None
-    }
-    commits = []
-    for request, num_tokens, commit in found:
-        end, first = commit.end, commit.start
-        if new := ended.get(commit.request_id):
-            # It may have stopped within the accepted drafts. A Request says that no
-            # more: vLLM 0.33 takes them off num_computed_tokens, and a session's next
-            # turn may be in it already.
-            end = min(end, num_tokens + len(new))
-            if not request.is_finished():  # the turn's last token may be discarded
-                end = min(end, request.num_computed_tokens)
-        elif request.num_computed_tokens < end:
-            continue  # it has to be computed again
-        if end < commit.end:
-            blocks = tuple(
-                ids and ids[: -(-end // block_sizes[gid]) - first // block_sizes[gid]]
-                for gid, ids in enumerate(commit.block_ids)
-            )
-            commit = commit._replace(end=end, block_ids=blocks)
-        commits.append(commit)
-    if commits:
-        for registration in tuple(registered):
-            registration.call(commits)

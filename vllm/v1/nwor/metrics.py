@@ -19,22 +19,21 @@ and, as long as no breach is counted and no step ran as plain vLLM:
     committed_tokens == vllm:spec_decode_num_accepted_tokens
     rejected_tokens  == drafts counted (grammar-invalid ones too) - accepted
 
-This module imports neither vLLM nor torch; `hooks.stats` brings it the numbers.
+`hooks.scheduler` and `hooks.front_end` bring the numbers.
 """
 
 from __future__ import annotations
 
-import logging
 import operator
 import os
-import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-logger = logging.getLogger("vllm.v1.nwor")
+from .base.errors import log_once
+from .base.payload import BEGIN_MISSED
 
 # The Prometheus counters and their help texts.
 COUNTERS = {
@@ -61,13 +60,29 @@ FALLBACKS = (
     OVER_CAPACITY := "over_capacity",
     BEGIN_FAILED := "begin_failed",
     COMMIT_FAILED := "commit_failed",
-    BEGIN_MISSED := "begin_missed",
+    BEGIN_MISSED,
     STAGE_FAILED := "stage_failed",
     STEP_FAILED := "step_failed",
 )
-# What a step may have to tell beside its counts: new fallbacks by reason; a GroupInfo
-# for each group, once; the audit's steps, unverified slots and findings by class.
+# Optional report fields: new fallbacks by reason; a GroupInfo for each group, once; the
+# audit's steps, unverified slots and findings by class.
 NEWS = ("fallbacks", "info", "audit")
+# What the KV audit finds: classes of findings, in the order of FindingClass of
+# csrc/nwor/audit.h, and what they mean.
+FINDINGS = {
+    "foreign_write": "a write was planned to a block that is not the request's",
+    "wrong_prefix": "a block in a request's table does not hold the request's text",
+    "changed": "bytes are no longer those that were committed",
+    "missing_write": "a slot counts as committed, and was not written",
+    "handed_on": "a slot that was not committed went to a KV connector, or what came "
+    "back is not what was stored",
+    "never_loaded": "a load was reported done and changed nothing",
+}
+# In addition to findings; the names are those of a payload, behind vllm:nwor_audit_.
+AUDIT_COUNTERS = {
+    "steps": "Steps that the KV audit has looked at; reported once a second.",
+    "unverified": "Slots that a request took over and that cannot be audited.",
+}
 FALLBACKS_HELP = "Steps that did not run as nwor_info says, by reason."
 INFO_HELP = "1 for each KV-cache group: the mode asked for and the one in use."
 ENGINE_LABELS = ("model_name", "engine")
@@ -228,18 +243,6 @@ class NworStats:
         return parts
 
 
-_logged: set[str] = set()
-
-
-def log_once(what: str, found: str) -> None:
-    """Logs the first of this kind in this process, with the exception that is being
-    handled, if any."""
-    if what not in _logged:
-        _logged.add(what)
-        handling = sys.exc_info()[0] is not None
-        logger.error("NWOR %s: %s (logged once)", what, found, exc_info=handling)
-
-
 # Engine index -> rows of vllm:nwor_info that came last. An engine sends them when it is
 # ready, before loggers are created, and with its first step. Loggers are created anew
 # while it runs (elastic expert parallelism).
@@ -341,3 +344,29 @@ class NworPrometheus:
         for engine in self._waiting:
             self._flush(engine)
         return collect()
+
+
+class AuditPrometheus:
+    """The audit's counters of one stat logger, as NworPrometheus. Every class
+    is there from the start, with 0, so that an alert on its rise sees the first
+    finding."""
+
+    def __init__(
+        self, counter_cls: Callable[..., Any], label_values: Mapping[int, Any]
+    ) -> None:
+        text = "What the KV audit found, by class."
+        findings = create(counter_cls, "audit_findings", text, "class")
+        others = {
+            name: create(counter_cls, f"audit_{name}", text)
+            for name, text in AUDIT_COUNTERS.items()
+        }
+        # Engine index -> counters by the names of a payload.
+        self._counters = {
+            engine: {name: found.labels(*values) for name, found in others.items()}
+            | {kind: findings.labels(*values, kind) for kind in FINDINGS}
+            for engine, values in label_values.items()
+        }
+
+    def add(self, report: Mapping[str, Any], engine: int) -> None:
+        for name, count in report.get("audit", {}).items():
+            self._counters[engine][name].inc(count)

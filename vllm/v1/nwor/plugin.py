@@ -34,20 +34,24 @@ TRIED_VLLM_VERSIONS = ("0.26.0", "0.29.0", "0.32.0", "0.33.0")
 HOOKS = {
     "vllm.v1.worker.gpu_model_runner": ".hooks.runner_v1",
     "vllm.v1.worker.gpu.model_runner": ".hooks.runner_v2",
-    "vllm.v1.engine.core": ".hooks.engine_core",
+    "vllm.v1.engine.core": ".hooks.info",
     "vllm.v1.engine.core_client": ".hooks.info",
-    "vllm.v1.core.sched.scheduler": ".hooks.stats",
-    "vllm.v1.metrics.loggers": ".hooks.stats",
+    "vllm.v1.core.sched.scheduler": ".hooks.scheduler",
+    "vllm.v1.metrics.loggers": ".hooks.front_end",
 }
 
-# What the KV audit hooks besides.
+# What the KV audit hooks in addition; `.hooks.scheduler` does more then.
 AUDIT_HOOKS = {
-    "vllm.v1.worker.gpu_worker": ".audit.runner",
+    "vllm.v1.worker.gpu_worker": ".hooks.worker",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": (
-        ".audit.offloading"
+        ".hooks.connectors"
     ),
-    "vllm.v1.core.sched.scheduler": ".audit.stats",
+    "vllm.v1.core.sched.scheduler": ".hooks.scheduler",
 }
+
+# What makes the observers of a model runner, from the outermost to the innermost
+# (step.py): the audit plans before shadow blocks go in, and resolves after commit.
+BUILDERS = (".audit.build", ".transaction.build")
 
 
 def hooks_of(config: NworConfig) -> list[dict[str, str]]:
@@ -198,8 +202,12 @@ def _guarded(hook: str) -> Callable[[ModuleType], None]:
 
     def run(module: ModuleType) -> None:
         try:
-            import_module(hook, __package__).install(module)
-        except Exception as error:  # HostMismatch, or what nobody has thought of
+            install = import_module(hook, __package__).install
+            if hook.startswith(".hooks.runner"):
+                builders = [import_module(name, __package__) for name in BUILDERS]
+                install = partial(install, builders=builders)
+            install(module)
+        except Exception as error:  # HostMismatch, or any unexpected error
             if NworConfig.from_env().strict:
                 raise
             logger.error("NWOR is off for %s: %s", module.__name__, error)

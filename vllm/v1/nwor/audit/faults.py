@@ -5,16 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 
 from ..ops import PAD_SLOT
+from ..step import Transfer
+from .bench import Bench
 from .findings import Finding
-
-if TYPE_CHECKING:
-    from .selftest import Bench
 
 
 class Expected(NamedTuple):
@@ -74,7 +73,7 @@ def _restore(
     """Goes on to the end of the first step that rejects drafts of a request. Its
     restore finds the log's slots bent. Returns those of the request's that fell."""
     rejected: list[int] = []
-    manager = bench.runner.nwor_state.manager
+    manager = bench.runner.nwor_state.named("transaction").manager
     (group,), log = manager.groups, manager.undo_log
     (restore,) = log.commits
 
@@ -230,7 +229,7 @@ def missing_row(bench: Bench) -> Sequence[int]:
 
 def _stored(bench: Bench, slot: int) -> Sequence[int]:
     """The slot's block goes to a KV connector, as its adapter says it."""
-    bench.audit.hand_on([[slot // bench.block_size]])
+    bench.audit.on_transfer(Transfer([[slot // bench.block_size]], None, False))
     return (slot,)
 
 
@@ -255,7 +254,7 @@ def idle_load(bench: Bench) -> Sequence[int]:
     """A load is reported done, and its block still holds another text."""
 
     def loaded(blocks: list[int]) -> int:
-        bench.audit.hand_on([[_other_first(blocks)]], fills=True)
+        bench.audit.on_transfer(Transfer([[_other_first(blocks)]], None, True))
         return blocks[0]
 
     return _hit(bench, loaded)
@@ -266,7 +265,7 @@ def spoilt_load(bench: Bench) -> Sequence[int]:
 
     def loaded(blocks: list[int]) -> int:
         for fills in (False, True):
-            bench.audit.hand_on([blocks[:1]], fills=fills, places=[[0]])
+            bench.audit.on_transfer(Transfer([blocks[:1]], [[0]], fills))
         bench.runs(1, blocks[0] * bench.block_size)[0][0] ^= 0xFF
         return blocks[0]
 

@@ -20,34 +20,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from .tables import AuditedGroup
+from ..metrics import FINDINGS
+from .tables import MAX_KEPT, AuditedGroup
 
 logger = logging.getLogger("vllm.v1.nwor")
 
 Slot = tuple[Sequence[torch.Tensor], torch.cuda.Event | None]
 
-# In the order of FindingClass of csrc/nwor/audit.h.
-MEANING = {
-    "foreign_write": "a write was planned to a block that is not the request's",
-    "wrong_prefix": "a block in a request's table does not hold the request's text",
-    "changed": "bytes are no longer those that were committed",
-    "missing_write": "a slot counts as committed, and was not written",
-    "handed_on": "a slot that was not committed went to a KV connector, or what came "
-    "back is not what was stored",
-    "never_loaded": "a load was reported done and changed nothing",
-}
-CLASSES = tuple(MEANING)
+CLASSES = tuple(FINDINGS)
 
 
 # Steps whose findings may be on their way to the host: vLLM has two in flight.
 NUM_SLOTS = 4
-# Findings that are kept, in memory and in the file, and lines logged a step.
-MAX_KEPT = 256
+# Lines logged a step.
 MAX_LINES = 16
 # A line with the counts comes so often while there are steps; so does the file.
 LINE_SECONDS = 60.0
@@ -94,7 +83,7 @@ class Finding:
 
     def line(self) -> str:
         """One line of JSON behind what the class means."""
-        return f"{self.kind}: {MEANING[self.kind]}: {json.dumps(asdict(self))}"
+        return f"{self.kind}: {FINDINGS[self.kind]}: {json.dumps(asdict(self))}"
 
 
 def decode(

@@ -8,7 +8,6 @@ text is then read from the host; from there on it is chained on the device.
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -16,6 +15,9 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
+
+from ..layout.caches import Loads
+from ..step import NewRequest
 
 # Names of requests that findings may still ask for.
 MAX_NAMES = 1 << 16
@@ -25,16 +27,6 @@ MAX_GENERATION = (1 << 31) - 1
 # csrc/nwor/audit.h.
 MAX_FEATURES, FEATURE_COLUMNS = 64, 3
 NO_FEATURES = torch.empty(0, FEATURE_COLUMNS, dtype=torch.int64)
-
-
-class Loads(enum.IntEnum):
-    """Whether a KV connector fills blocks: not at all; where that is known (from its
-    adapter, or from the scheduler: all that was not found in the cache); or anywhere in
-    what a request is said to have found."""
-
-    NONE = 0
-    KNOWN = 1
-    UNKNOWN = 2
 
 
 @dataclass
@@ -78,32 +70,27 @@ def hash_of(*parts: str | None) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def seed_of(new: Any, salt: str | None) -> int:
-    """H in front of a request's first position. new: vLLM's NewRequestData. 0: it has
-    no adapter and no salt."""
-    lora = getattr(new, "lora_request", None)
-    adapter = (None, None) if lora is None else (lora.lora_name, lora.lora_path)
+def seed_of(adapter: tuple[str, str] | None, salt: str | None) -> int:
+    """H in front of a request's first position. 0: it has no adapter and no salt.
+    adapter, salt: as in NewRequest."""
     # vLLM takes an empty salt for none.
-    return hash_of(*adapter, salt or None) or 1 if lora is not None or salt else 0
+    if adapter is None and not salt:
+        return 0
+    return hash_of(*(adapter or (None, None)), salt or None) or 1
 
 
-def features_of(new: Any) -> torch.Tensor | None:
+def features_of(new: NewRequest) -> torch.Tensor | None:
     """Its images and the like: [number, FEATURE_COLUMNS] int64, cpu, by vLLM's own
     hashes. None: something that its keys and values depend on has none (prompt
-    embeddings), or there are more than MAX_FEATURES. new: as seed_of."""
-    if not new.mm_features and new.prompt_embeds is None:
-        return NO_FEATURES
-    names = [feature.identifier for feature in new.mm_features]
-    is_known = new.prompt_embeds is None and all(names) and len(names) <= MAX_FEATURES
-    if not is_known:
+    embeddings), there are more than MAX_FEATURES, or the scheduler could not say."""
+    features = new.features
+    if features is None or new.has_embeddings or len(features) > MAX_FEATURES:
         return None
-    places = [feature.mm_position for feature in new.mm_features]
-    return torch.tensor(
-        [
-            (place.offset, place.offset + place.length, hash_of(name))
-            for place, name in zip(places, names, strict=True)
-        ]
-    )
+    if not all(name for _, _, name in features):
+        return None
+    if not features:
+        return NO_FEATURES
+    return torch.tensor([(first, end, hash_of(name)) for first, end, name in features])
 
 
 class Requests(dict[str, Request]):
@@ -133,11 +120,11 @@ class Requests(dict[str, Request]):
         return request
 
     def forget(self, *names: str) -> None:
-        self.stand_up(*names)
+        self.release_seats(*names)
         for name in names:
             self.pop(name, None)
 
-    def stand_up(self, *names: str) -> None:
+    def release_seats(self, *names: str) -> None:
         """Requests that are not in the batch any more, if they are known."""
         for name in self.keys() & names:
             self.is_changed = True
@@ -150,5 +137,5 @@ class Requests(dict[str, Request]):
         more input perhaps."""
         if not self._free_seats:
             others = self.keys() - set(row_ids)
-            self.stand_up(next(n for n in others if self[n].seat is not None))
+            self.release_seats(next(n for n in others if self[n].seat is not None))
         return self._free_seats.pop()

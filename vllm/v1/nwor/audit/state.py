@@ -20,15 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .. import ops
-from ..layer_tables import DeviceMemory
-from ..window import Acceptance, Undone
+from ..layout.caches import Loads
+from ..layout.tables import DeviceMemory
+from ..step import Acceptance, Scheduled, Step, Transfer
 from .findings import Outbox
-from .requests import NO_FEATURES, Loads, Request, Requests, features_of, seed_of
+from .requests import NO_FEATURES, Request, Requests, features_of, seed_of
 from .tables import FILLED, GIVEN, STORED, AuditedGroup
 
 # Who owns a block that goes to another KV-cache group.
@@ -37,30 +38,8 @@ NOBODY = 0
 HIT_BUDGETS = 4
 
 
-class Batch(NamedTuple):
-    """One step's rows, from vLLM's own tensors.
-
-    tokens: [>= num_tokens] int32. positions: the same, int64. query_start_loc:
-    [>= num_reqs + 1] int32. slot_mappings, block_tables: by KV-cache group id, int64
-    [>= num_tokens] and int32 [>= num_reqs, width]; real slots, no shadow blocks.
-    row_seats: [num_reqs] int32 or int64, where the runner has a number below num_seats
-    for each request of a row, which it keeps until it is finished or resumed; None: the
-    audit has its own.
-    """
-
-    num_reqs: int
-    num_tokens: int
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    query_start_loc: torch.Tensor
-    slot_mappings: Sequence[torch.Tensor]
-    block_tables: Sequence[torch.Tensor]
-    row_seats: torch.Tensor | None = None
-
-
-# Of a row of the batch: its text, [num_computed] int32, what is in the cache already;
-# and its number among row_seats, where the batch has them.
-TextOf = Callable[[int], tuple[torch.Tensor, int | None]]
+# As RunnerCaches.text_of.
+TextOf = Callable[[int, int], torch.Tensor]
 
 
 # Of each audited group, those of blocks that change hands: generations.
@@ -98,11 +77,11 @@ class Audit:
         self._num_scanned = self._blocks_of(budget_bytes)
         self._row_ids: list[str] = []
         self._row_seats = memory.take((num_seats,), torch.int32).zero_()
-        self._open: Batch | None = None
+        self._open: Step | None = None
         # Of its requests that came into the batch with something in the cache: their
         # rows, and those tokens.
         self._fresh: dict[str, tuple[int, torch.Tensor]] = {}
-        self._scheduled: Any = None
+        self._scheduled: Scheduled | None = None
         self._had_drafts = self._has_drafts = False
         self.snapshot()
 
@@ -130,14 +109,14 @@ class Audit:
 
     # -- what the scheduler says ---------------------------------------------------
 
-    def begin_step(self, scheduled: Any) -> None:
-        """Before the step's rows. scheduled: vLLM's SchedulerOutput. It is taken in by
-        `plan`, or before a connector fills blocks: until then it may read blocks for
-        the requests that had them."""
+    def begin_step(self, scheduled: Scheduled) -> None:
+        """Before the step's rows. It is taken in by `plan`, or before a connector fills
+        blocks: until then a connector may read blocks for the requests that had
+        them."""
         self._take_in()
         self.step += 1
-        # What they found is still to be looked at, if the last step failed.
-        self.requests.stand_up(*self._fresh)
+        # If the last step failed, what these requests found was not compared.
+        self.requests.release_seats(*self._fresh)
         self._fresh = {}
         self._open = None
         self._scheduled = scheduled
@@ -146,28 +125,23 @@ class Audit:
         scheduled, self._scheduled = self._scheduled, None
         if scheduled is None:
             return
-        self._has_drafts = bool(scheduled.scheduled_spec_decode_tokens)
-        self.requests.forget(*scheduled.finished_req_ids)
-        self.requests.stand_up(*(scheduled.preempted_req_ids or ()))
-        zeroed = getattr(scheduled, "new_block_ids_to_zero", None) or ()
+        self._has_drafts = scheduled.has_drafts()
+        self.requests.forget(*scheduled.finished())
+        self.requests.release_seats(*scheduled.preempted())
+        zeroed, copied = scheduled.zeroed_blocks(), scheduled.copied_blocks()
         for group in self.groups:
             self._blocks(group, GIVEN, dict.fromkeys(zeroed, NOBODY).items())
-            for copy in getattr(scheduled, "kv_cache_block_copies", None) or ():
+            for copy in copied:
                 group.copy_block(*copy)
         owners: Owners = [{} for _ in self.groups]
-        # None: the scheduler could not say (stats.py), and nothing is compared.
-        known = getattr(scheduled, "nwor_audit", {})
-        for new in scheduled.scheduled_new_reqs:
-            salt, *source = (known or {}).get(new.req_id, (None, None, False))
-            features = None if known is None else features_of(new)
-            identity = seed_of(new, salt), features
-            about = new.num_computed_tokens, *source, *identity
-            self._add(owners, new.req_id, new.block_ids, *about)
-        cached = scheduled.scheduled_cached_reqs
-        rows = cached.req_ids, cached.num_computed_tokens, cached.new_block_ids
-        for name, num_computed, blocks in zip(*rows, strict=True):
+        for new in scheduled.new_requests():
+            source = new.num_computed, new.num_local, new.is_loaded
+            identity = seed_of(new.adapter, new.cache_salt), features_of(new)
+            self._add(owners, new.request_id, new.block_ids, *source, *identity)
+        for name, blocks, num_computed, is_resumed in scheduled.running_requests():
             request = self.requests[name]
-            if name in cached.resumed_req_ids:
+            if is_resumed:
+                assert blocks is not None
                 about = num_computed, None, False, request.seed, request.features
                 self._add(owners, name, blocks, *about)
             elif blocks is not None:
@@ -199,7 +173,7 @@ class Audit:
                 for group in () if is_loaded else self.groups:
                     forgotten = dict.fromkeys(filled[group.shape.group_id], NOBODY)
                     self._blocks(group, GIVEN, forgotten.items())
-                self.hand_on(filled, fills=True)
+                self.on_transfer(Transfer(filled, None, fills=True))
         request = self.requests.add(name, num_computed, loads, *about)
         self._give(owners, request, blocks, num_computed)
 
@@ -250,17 +224,12 @@ class Audit:
         for group in self.groups:
             group.forget_cache()
 
-    def hand_on(
-        self,
-        blocks: Sequence[Sequence[int]],
-        places: Sequence[Sequence[int]] | None = None,
-        fills: bool = False,
-    ) -> None:
-        """A KV connector is about to read these blocks, by KV-cache group: handed_on.
-        places: where it holds each, if only what is stored gets there: what a load
-        brings from a place is compared with what was stored last to it. fills: or to
-        fill them; what they held is kept, to see that it changes, but not what another
-        group had there."""
+    def on_transfer(self, transfer: Transfer) -> None:
+        """A KV connector is about to read blocks (handed_on), or to fill them. What a
+        load brings from a place is compared with what was stored last to it. What
+        blocks held that are filled is kept, to see that it changes, but not what
+        another group had there."""
+        blocks, places, fills = transfer
         if fills:
             # vLLM has zeroed and copied blocks, perhaps these, before the load.
             self._take_in()
@@ -283,11 +252,10 @@ class Audit:
         """Whether a plan waits for its resolve."""
         return self._open is not None
 
-    def plan(self, batch: Batch, row_ids: Sequence[str], text_of: TextOf) -> None:
+    def plan(self, step: Step, text_of: TextOf) -> None:
         """Call when block tables and slots are final and name real blocks.
 
-        row_ids: the request of each row of the batch. text_of: asked for rows whose
-            request was not in the last batch.
+        text_of: called for rows whose request was not in the last batch.
         """
         self._take_in()
         if self._has_drafts and not self._had_drafts:
@@ -297,42 +265,45 @@ class Audit:
             if self.loads is not Loads.UNKNOWN:  # then a load may have filled blocks
                 self.snapshot(again=True)
         # Requests change their rows, and keep the runner's numbers.
-        is_moved = batch.row_seats is None and self._row_ids != row_ids
+        is_moved = step.state_indices is None and self._row_ids != step.request_ids
         if self.requests.is_changed or is_moved:
-            self._seat_rows(batch, row_ids, text_of)
+            self._seat_rows(step, text_of)
         for group in self.groups:
             self._ops.audit_plan(
-                *self._rows(group, batch),
-                batch.tokens,
-                batch.positions,
-                batch.slot_mappings[group.shape.group_id],
+                *self._rows(group, step),
+                step.token_ids,
+                step.positions,
+                step.slot_mappings[group.shape.group_id],
             )
-        self._open = batch
+        self._open = step
 
-    def _rows(self, group: AuditedGroup, batch: Batch) -> tuple[Any, ...]:
+    def _rows(self, group: AuditedGroup, step: Step) -> tuple[Any, ...]:
         return (
             group.tables,
-            self._row_seats if batch.row_seats is None else batch.row_seats,
-            batch.query_start_loc,
-            batch.block_tables[group.shape.group_id],
-            batch.num_reqs,
-            batch.num_tokens,
+            self._row_seats if step.state_indices is None else step.state_indices,
+            step.query_start_loc,
+            step.block_tables[group.shape.group_id],
+            step.num_reqs,
+            step.num_tokens,
             self.step,
         )
 
-    def _seat_rows(self, batch: Batch, row_ids: Sequence[str], text_of: TextOf) -> None:
-        seats = []
+    def _seat_rows(self, step: Step, text_of: TextOf) -> None:
+        """A request's seat is its index in the runner's states, if it has one."""
+        seats, row_ids = [], step.request_ids
         for row, name in enumerate(row_ids):
             request = self.requests[name]
             if request.seat is None:
-                tokens, seat = text_of(row)
-                if seat is None:
-                    seat = self.requests.free_seat(row_ids)
-                request.seat = seat
-                if len(tokens := self._sit_down(request, tokens)):
+                if step.state_of_request is None:
+                    tokens = text_of(row, request.num_found)
+                    request.seat = self.requests.free_seat(row_ids)
+                else:
+                    request.seat = step.state_of_request[name]
+                    tokens = text_of(request.seat, request.num_found)
+                if len(tokens := self._assign_seat(request, tokens)):
                     self._fresh[name] = row, tokens
             seats.append(request.seat)
-        if batch.row_seats is not None:
+        if step.state_indices is not None:
             self.requests.is_changed = any(
                 request.seat is None for request in self.requests.values()
             )
@@ -344,8 +315,8 @@ class Audit:
             on_host = on_host.pin_memory()
         self._row_seats[: len(seats)].copy_(on_host, non_blocking=True)
 
-    def _sit_down(self, request: Request, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns the tokens, on the audit's device."""
+    def _assign_seat(self, request: Request, tokens: torch.Tensor) -> torch.Tensor:
+        """Writes the seat's record. Returns the tokens, on the audit's device."""
         if tokens.device.type != self.device.type:
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)
         # Of a running request only the device has the text.
@@ -359,23 +330,19 @@ class Audit:
             self._ops.audit_seat(group.tables, tokens, request.seat, *about)
         return tokens
 
-    def resolve(
-        self,
-        cu_num_logits: torch.Tensor | None,
-        acceptance: Acceptance | None,
-        undone: Callable[[int], Undone],
-    ) -> None:
+    def resolve(self, step: Step, acceptance: Acceptance | None) -> None:
         """Call after sampling and commit, before anything else writes to the caches.
+        What was found is sent to the host at the end.
 
-        cu_num_logits: [num_reqs] int32, as in VerificationWindows; None without drafts,
-        as acceptance. undone: asked for each KV-cache group, by its id. What was found
-        is sent to the host at the end.
+        step: of plan. acceptance: None without drafts.
         """
-        batch, self._open = self._open, None
+        self._open = None
         fresh, self._fresh = self._fresh, {}
-        assert batch is not None
+        cu_num_logits: torch.Tensor | None = None
         kept: tuple[Any, ...] = (None, 0, None)
         if acceptance is not None:
+            assert step.cu_num_logits is not None
+            cu_num_logits = step.cu_num_logits[step.num_leading_zeros :]
             kept = acceptance.sampled_token_ids, acceptance.vocab_size
             kept = *kept, acceptance.num_rejected
         # First what may have been loaded: others may share it in this very step.
@@ -385,8 +352,8 @@ class Audit:
         hits = torch.tensor(of_hits) if of_hits else None
         budgets = self._num_scanned, HIT_BUDGETS * self._num_scanned
         for group, findings_to in zip(self.groups, self.outbox.claim(), strict=True):
-            rows = self._rows(group, batch)
-            of_drafts = undone(group.shape.group_id)
+            rows = self._rows(group, step)
+            of_drafts = step.undone(group.shape.group_id)
             how = cu_num_logits, *kept, *of_drafts, hits, *budgets
             self._ops.audit_resolve(*rows, *how, findings_to)
         self.outbox.sent()

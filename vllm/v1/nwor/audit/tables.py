@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..layer_tables import ALIGNMENT, DeviceMemory, LayerCache, copy_tables
+from ..layout.tables import ALIGNMENT, DeviceMemory, LayerCache, copy_tables
 from ..ops import TABLE_COLUMNS
-from .findings import MAX_KEPT
 from .requests import FEATURE_COLUMNS, MAX_FEATURES
 
 # Columns of int64 tables: SlotRecord, Seat, PlanRow, Finding; Feature's are in
@@ -23,6 +22,10 @@ from .requests import FEATURE_COLUMNS, MAX_FEATURES
 RECORD_COLUMNS, SEAT_COLUMNS, PLAN_COLUMNS, FINDING_COLUMNS = 4, 8, 10, 11
 # What becomes of blocks: BlockEvent.
 GIVEN, FILLED, STORED = range(3)
+
+
+# Findings of a step, and of those in memory and in the file: kept ones.
+MAX_KEPT = 256
 
 
 @dataclass(frozen=True)

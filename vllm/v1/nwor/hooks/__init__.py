@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only modules of this project that know vLLM's insides.
+"""The only part that knows vLLM: imports it, wraps its functions, reads its objects.
 
-Those that wrap have a `LEDGER`: what, why, which signature is relied on, and when the
-row can be deleted. `facts` has what else is relied on. Nothing here is imported unless
-NWOR is switched on, or somebody asks whether a vLLM fits (`source`).
+`ledger` has all that is touched, `facts` what else is relied on, `backends` and
+`versions` what is known of attention backends and releases. `runner`, `runner_v1` and
+`runner_v2` build a Step and call observers (step.py); `caches`, `layers`, `staging` and
+`writers` read a runner's caches; `outputs` attaches what a step reports. In other
+processes: `engine_core` and `info`, `scheduler`, `front_end`. `worker` and `connectors`
+are there for observers that follow more than steps.
+
+Nothing here knows an observer by name: `plugin` hands the builders in (`Builder`).
 """

@@ -7,7 +7,7 @@ its first request.
     front end    keeps it until its metrics are created, which is later
 
 A front end without NWOR ignores the field. Afterwards a step's report carries the rows
-too (`stats`), which also covers what this file cannot: a runner whose hooks were
+too (`scheduler`), which also covers what this file cannot: a runner whose hooks were
 refused. A failure here is logged, and the rows come with the first step.
 """
 
@@ -20,42 +20,30 @@ from types import ModuleType
 from typing import Any
 
 from .. import metrics
+from ..base.errors import log_once
+from ..base.wrap import HostMismatch, argument, extend, install_all
 from ..config import Mode, NworConfig
-from ._wrap import HookTarget, HostMismatch, argument, install_all
-from .stats import extend
+from . import engine_core
+from .ledger import ENGINE_CORE, INITIALIZE_KV_CACHES, READY_RESPONSE
+from .runner import infos_of
 
 logger = logging.getLogger("vllm.v1.nwor")
 
-CORE = "vllm.v1.engine.core"
-CLIENT = "vllm.v1.engine.core_client"
 ENGINE = "vllm.v1.engine"
 FIELD = "nwor_info"
-HAS_FIELDS = "EngineCoreReadyResponse has a field for extensions"
-
-CACHES = HookTarget(
-    CORE,
-    "EngineCore._initialize_kv_caches",
-    ("self", "vllm_config"),
-    why="the workers' KV caches are bound: they say what became of each group",
-    delete_when=HAS_FIELDS,
-)
-READY = HookTarget(
-    CLIENT,
-    "MPClient._apply_ready_response",
-    ("self", "payload"),
-    why="what the engine core says when it is ready, before metrics are created",
-    delete_when=HAS_FIELDS,
-)
 
 
 def install(module: ModuleType) -> None:
-    """Wraps what LEDGER has of `module`. Raises HostMismatch only under
-    VLLM_NWOR_STRICT: the rest of NWOR does not need this."""
+    """Wraps the engine core, with what reserves shadow blocks, or its client, in
+    `module`. Raises HostMismatch, for this file's functions only under
+    VLLM_NWOR_STRICT: the rest of NWOR does not need them."""
     config = NworConfig.from_env()
+    if module.__name__ == ENGINE_CORE:
+        engine_core.install(module)
     try:
-        if module.__name__ == CORE:
+        if module.__name__ == ENGINE_CORE:
             _extend_response(import_module(ENGINE).EngineCoreReadyResponse)
-        install_all(module, LEDGER)
+        install_all(module, WRAPPERS)
     except (AttributeError, HostMismatch) as error:
         if config.strict:
             raise
@@ -82,8 +70,7 @@ def _extend_response(cls: Any) -> None:
 
 def rows_of(worker: Any) -> list[tuple[Any, ...]]:
     """Runs in a worker: its rows of vllm:nwor_info, as plain data."""
-    state = getattr(worker.model_runner, "nwor_state", None)
-    return [tuple(info) for info in state.infos] if state is not None else []
+    return infos_of(worker.model_runner)
 
 
 def _initialize_kv_caches(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
@@ -107,7 +94,7 @@ def _apply_ready_response(wrapped: Any, client: Any, args: Any, kwargs: Any) -> 
     try:
         import msgspec
 
-        if payload := argument(READY, "payload", args, kwargs):
+        if payload := argument(READY_RESPONSE, "payload", args, kwargs):
             found = msgspec.msgpack.decode(payload).get(FIELD) or {}
             for engine, rows in found.items():
                 metrics.keep_info(int(engine), rows)
@@ -119,7 +106,10 @@ def _apply_ready_response(wrapped: Any, client: Any, args: Any, kwargs: Any) -> 
 def _failed(error: Exception) -> None:
     if NworConfig.from_env().strict_steps:
         raise error
-    metrics.log_once("no vllm:nwor_info before the first request", repr(error))
+    log_once("no vllm:nwor_info before the first request", repr(error))
 
 
-LEDGER = {CACHES: _initialize_kv_caches, READY: _apply_ready_response}
+WRAPPERS = {
+    INITIALIZE_KV_CACHES: _initialize_kv_caches,
+    READY_RESPONSE: _apply_ready_response,
+}

@@ -8,17 +8,16 @@ covered by it.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 from vllm.v1 import kv_cache_interface as kv
 
-from ..kv_layout import KVLayout, LayoutRefused
-from ..kv_probe import probe_layout
-from ..layer_tables import NARROW_POISON, POISON, LayerCache
-
-logger = logging.getLogger("vllm.v1.nwor")
+from ..base.errors import GroupRefused, error_text
+from ..layout.kv_layout import KVLayout, LayoutRefused
+from ..layout.probe import probe_layout
+from ..layout.tables import NARROW_POISON, POISON, LayerCache
+from .writers import writer_of
 
 # Drafters that have attention layers of their own say which in this attribute
 # (a V1 drafter, a V2 speculator); the others have none.
@@ -36,16 +35,6 @@ REFUSED_IMPLS = {
     "Rocm": "packs the slots of a block element by element",
     "Aiter": "packs the slots of a block in tiles",
 }
-
-
-class GroupRefused(ValueError):
-    """A KV-cache group that NWOR leaves to plain vLLM; the text says why."""
-
-
-def error_text(error: Exception) -> str:
-    """An unexpected exception as text; its traceback goes to the log."""
-    logger.debug("NWOR: at start-up", exc_info=True)
-    return f"{type(error).__name__}: {error}"
 
 
 def target_layers(runner: Any) -> list[list[LayerCache] | str]:
@@ -191,7 +180,7 @@ def _layout_of(
     )
     if key not in layouts:
         dtype = runner.vllm_config.model_config.dtype
-        layouts[key] = probe_layout(layer, kv_cache, dtype)
+        layouts[key] = probe_layout(kv_cache, writer_of(layer, dtype))
     kind, device = type(impl).__name__, kv_cache.device.type
     if layouts[key].runs is not None and device != "cpu":
         told = f"{kind} packs its slots; only rows are supported on {device}"

@@ -1,162 +1,196 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hooks of both model runners share: a runner's state, start-up, the output.
+"""What the hooks of both model runners share: a runner's observers, start-up, the start
+and the output of a step.
 
-The undo log is allocated where vLLM's memory accounting sees it: on CUDA during
-`profile_run`, before the KV cache is sized; on the CPU, where an eager engine never
-profiles, when the caches are bound.
+Device memory for observers is allocated where vLLM's memory accounting sees it: on CUDA
+during `profile_run`, before the KV cache is sized; on the CPU, where an eager engine
+never profiles, when the caches are bound.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
-from ..config import AuditMode, Mode, NworConfig
-from ..draft_manager import DraftCommitManager, NworError, State
-from ..hooks import stats
-from ..metrics import STEP_FAILED, GroupInfo
-from ..report import Report
-from ..shadow_blocks import Seats
-from ..window import VerificationWindows
-from ._wrap import HookTarget, HostMismatch, Wrapped, Wrapper, install_all
+import torch
 
+from ..base.errors import error_text
+from ..base.wrap import HookTarget, HostMismatch, Wrapped, Wrapper, install_all
+from ..config import Mode, NworConfig
+from ..layout.caches import ExpectedCaches, RunnerCaches
+from ..step import Observer, Step
+from . import caches, connectors, outputs
+from .ledger import V1_COMMON, Method
+from .scheduled import ScheduledStep
 
-def common(
-    module: str, *initialize_params: str, reuses_metadata: bool
-) -> dict[HookTarget, Wrapper]:
-    """What is wrapped on both runners. reuses_metadata: as staging.mark_layers."""
-
-    def row(name: str, *params: str, why: str, until: str) -> HookTarget:
-        return HookTarget(
-            module, f"GPUModelRunner.{name}", ("self", *params), why, until
-        )
-
-    return {
-        row(
-            "get_kv_cache_spec",
-            why="no shadow blocks are reserved for layers that are known to be refused",
-            until="vLLM lets plugins reserve KV blocks",
-        ): partial(get_kv_cache_spec, reuses_metadata=reuses_metadata),
-        row(
-            "initialize_kv_cache",
-            *("kv_cache_config", *initialize_params),
-            why="the caches are bound here: probe them, fill the tables",
-            until="vLLM offers a callback once KV caches are bound",
-        ): initialize_kv_cache,
-        row(
-            "profile_run",
-            why="the log's memory is taken while vLLM measures what is left for the KV "
-            "cache",
-            until="vLLM lets plugins announce memory they need",
-        ): profile_run,
-        row(
-            "execute_model",
-            "scheduler_output",
-            why="a step starts: a log left by a failed step is dropped",
-            until="vLLM notifies a runner that a step was abandoned",
-        ): execute_model,
-        row(
-            "sample_tokens",
-            "grammar_output",
-            why="the step's output carries the counts to the scheduler",
-            until="ModelRunnerOutput has a field for extensions",
-        ): sample_tokens,
-    }
+logger = logging.getLogger("vllm.v1.nwor")
 
 
-@dataclass(eq=False)
+class Builder(Protocol):
+    """Makes an observer of a model runner. (The modules transaction.build and
+    audit.build are two.)"""
+
+    NAME: str
+
+    def is_wanted(self, config: NworConfig) -> bool: ...
+
+    def reserved_bytes(self, expected: ExpectedCaches, config: NworConfig) -> int:
+        """Device memory that it will need. Raises whatever says that it needs none."""
+
+    def build(
+        self, caches: RunnerCaches, config: NworConfig, storage: torch.Tensor | None
+    ) -> Observer | None:
+        """Called when the KV caches are bound. storage: [reserved_bytes] uint8, or
+        None."""
+
+    def refused(
+        self, num_groups: int, config: NworConfig, reason: str
+    ) -> Observer | None:
+        """Called where the runner is not as expected."""
+
+
+# Of this process, from the outermost observer to the innermost (step.py).
+_builders: list[Builder] = []
+
+# Moments that are called from the outermost observer to the innermost, and from the
+# innermost to the outermost.
+INWARDS = ("step_started", "tables_final", "before_forward")
+OUTWARDS = (
+    *("sampled", "drafts_missed", "payload", "output_ready", "step_failed"),
+    *("blocks_transferred", "caches_lost", "hooks_failed", "shut_down"),
+)
+
+
 class RunnerState:
-    """What NWOR keeps on a runner, as its attribute `nwor_state`.
+    """What the hooks keep on a model runner, as its attribute `nwor_state`.
 
-    manager: None if nothing is protected. infos: what became of each KV-cache group.
-    audit: the RunnerAudit, None if nothing is audited; the runner's attribute
-        `nwor_audit`, too. Any thread that runs the audit may set it to None.
-    emits: whether outputs carry counts (VLLM_NWOR_EMIT_METRICS); those of `report`.
-    seats: of the manager's shadow blocks.
-    windows: those of the step being prepared (V1), None outside of it.
+    observers: from the outermost to the innermost. Any thread may remove one.
+    step: the step being made, None if no observer needs it. held: the step before its
+    successor starts: it is freed outside the hot path.
+    every_step: whether steps without drafts need a Step. Moments are tuples of calls.
     """
 
-    manager: DraftCommitManager | None
-    infos: list[GroupInfo]
-    emits: bool = True
-    windows: VerificationWindows | None = None
-    audit: Any = None
-    seats: Seats | None = field(init=False)
-    report: Report = field(init=False)
+    step_started: tuple[Callable[..., Any], ...]
+    tables_final: tuple[Callable[..., Any], ...]
+    before_forward: tuple[Callable[..., Any], ...]
+    sampled: tuple[Callable[..., Any], ...]
+    drafts_missed: tuple[Callable[..., Any], ...]
+    payload: tuple[Callable[..., Any], ...]
+    output_ready: tuple[Callable[..., Any], ...]
+    step_failed: tuple[Callable[..., Any], ...]
+    blocks_transferred: tuple[Callable[..., Any], ...]
+    caches_lost: tuple[Callable[..., Any], ...]
+    hooks_failed: tuple[Callable[..., Any], ...]
+    shut_down: tuple[Callable[..., Any], ...]
 
-    def __post_init__(self) -> None:
-        shadow = None if self.manager is None else self.manager.shadow
-        self.seats = None if shadow is None else shadow.seats
-        self.report = Report(self.infos, self.manager)
+    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+        self.step: Step | None = None
+        self.held: Step | None = None
+        self.every_step = False
+        # What was launched for them may still write to their pinned memory.
+        self.removed: list[Observer] = []
+        self._set(observers)
+        for observer in observers:
+            observer.leave = partial(self.remove, observer)
+
+    def _set(self, observers: Sequence[Observer]) -> None:
+        self.observers = tuple(observers)
+        for moments, order in ((INWARDS, observers), (OUTWARDS, [*observers][::-1])):
+            for moment in moments:
+                calls = (getattr(observer, moment) for observer in order)
+                setattr(self, moment, tuple(filter(None, calls)))
+        self.every_step = any(observer.every_step for observer in observers)
+
+    def remove(self, observer: Observer) -> None:
+        if observer in self.observers:
+            self.removed.append(observer)
+            self._set([other for other in self.observers if other is not observer])
+
+    def named(self, name: str) -> Any:
+        """The observer of that name, or None."""
+        found = (observer for observer in self.observers if observer.name == name)
+        return next(found, None)
 
 
-def all_refused(runner: Any, mode: Mode, reason: str) -> list[GroupInfo]:
-    """What became of the KV-cache groups of a runner of which none was looked at. One
-    is told of where the runner does not have them as expected."""
-    config = getattr(runner, "kv_cache_config", None)
-    groups = range(len(getattr(config, "kv_cache_groups", [None])))
-    return [GroupInfo(gid, mode.value, Mode.OFF.value, reason) for gid in groups]
+def state_of(runner: Any) -> RunnerState | None:
+    """None before the caches are bound, and for a runner without hooks."""
+    state: RunnerState | None = getattr(runner, "__dict__", {}).get("nwor_state")
+    return state
 
 
-def install(module: ModuleType, ledger: Mapping[HookTarget, Wrapper]) -> None:
-    """Wraps a model runner in `module`. If it is not as expected, but what gives out a
-    step's output is, its outputs still report to the front end that NWOR was refused.
+def infos_of(runner: Any) -> list[tuple[Any, ...]]:
+    """Rows of vllm:nwor_info, as plain data."""
+    state = state_of(runner)
+    observers = () if state is None else state.observers
+    return [tuple(info) for observer in observers for info in observer.infos]
+
+
+def install(
+    module: ModuleType,
+    wrappers: Mapping[HookTarget, Wrapper],
+    builders: Sequence[Builder],
+) -> None:
+    """Wraps a model runner in `module`. If it is not as expected, except for what
+    returns a step's output, its outputs still report to the front end that NWOR was
+    refused.
 
     Raises:
         HostMismatch: the runner is not as expected; nothing of a step was wrapped.
     """
+    _builders[:] = builders
     try:
-        install_all(module, ledger)
+        install_all(module, wrappers)
     except HostMismatch as mismatch:
-        mode = NworConfig.from_env().mode
-        if mode is not Mode.OFF:
-            # Without that target only the log says so, as it does in any case.
-            teller = partial(_sample_tokens_refused, mode, str(mismatch))
-            (last,) = (row for row in ledger if row.qualname.endswith("sample_tokens"))
+        if NworConfig.from_env().mode is not Mode.OFF:
+            # Without that function only the log says so, as it does in any case.
+            report_refusal = partial(_sample_tokens_refused, str(mismatch))
+            (last,) = (
+                row for row in wrappers if row.qualname.endswith("sample_tokens")
+            )
             with contextlib.suppress(HostMismatch):
-                install_all(module, {last: teller})
+                install_all(module, {last: report_refusal})
         raise
 
 
 def _sample_tokens_refused(
-    mode: Mode, reason: str, wrapped: Wrapped, runner: Any, args: Any, kwargs: Any
+    reason: str, wrapped: Wrapped, runner: Any, args: Any, kwargs: Any
 ) -> Any:
     """sample_tokens, on a runner without any other hook."""
-    if "nwor_state" not in vars(runner):
-        runner.nwor_state = RunnerState(None, all_refused(runner, mode, reason))
+    if state_of(runner) is None:
+        runner.nwor_state = _refused(runner, NworConfig.from_env(), reason)
     return sample_tokens(wrapped, runner, args, kwargs)
 
 
-def initialize_kv_cache(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper: builds manager and audit once the real caches are bound. vLLM also calls
-    this with a throw-away cache while profiling; that one is left alone."""
-    runner.nwor_state = runner.nwor_audit = None
-    result = wrapped(*args, **kwargs)
-    config = NworConfig.from_env()
-    if kwargs.get("is_profiling", args[1] if len(args) > 1 else False):
-        return result
-    if config.mode is not Mode.OFF:
-        from .discovery import build
+def _refused(runner: Any, config: NworConfig, reason: str) -> RunnerState:
+    """Observers' reports that they were refused. A runner without the expected
+    attributes counts as one KV-cache group."""
+    kv_cache_config = getattr(runner, "kv_cache_config", None)
+    num_groups = len(getattr(kv_cache_config, "kv_cache_groups", [None]))
+    refused = (
+        builder.refused(num_groups, config, reason)
+        for builder in _builders
+        if builder.is_wanted(config)
+    )
+    return RunnerState([observer for observer in refused if observer is not None])
 
-        storage = runner.__dict__.get("nwor_log_storage")
-        built = build(runner, config, storage)
-        state = RunnerState(*built, config.emit_metrics)
-        if state.manager is None:
-            runner.nwor_log_storage = None
-        runner.nwor_state = state
-    if config.audit is not AuditMode.OFF:
-        from ..audit.runner import start
 
-        audit = start(runner, config)
-        if audit is not None:
-            unprotected = RunnerState(None, [], emits=False)
-            runner.nwor_state = runner.nwor_state or unprotected
-            runner.nwor_state.audit = runner.nwor_audit = audit
-    return result
+def common(
+    rows: tuple[Method, ...], reuses_metadata: bool
+) -> dict[HookTarget, Wrapper]:
+    """Wrappers for the rows of the ledger that both runners have.
+
+    reuses_metadata: as staging.mark_layers.
+    """
+    wrappers: list[Wrapper] = [
+        partial(get_kv_cache_spec, reuses_metadata=reuses_metadata),
+        *(initialize_kv_cache, profile_run, execute_model, sample_tokens),
+    ]
+    assert len(rows) == len(V1_COMMON)
+    return dict(zip(rows, wrappers, strict=True))
 
 
 def get_kv_cache_spec(
@@ -173,80 +207,99 @@ def get_kv_cache_spec(
 
 
 def profile_run(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper: reserves the memory of undo log and audit while vLLM measures what is
-    left for the KV cache."""
+    """Wrapper: reserves device memory for observers while vLLM measures what is left
+    for the KV cache."""
     config = NworConfig.from_env()
     if runner.device.type != "cpu":
-        from .discovery import reserve
-
-        # That of an earlier run goes first.
-        runner.nwor_log_storage = runner.nwor_audit_storage = None
-        if config.audit is not AuditMode.OFF:
-            from ..audit.startup import reserved_bytes
-
-            runner.nwor_audit_storage = reserve(runner, config, reserved_bytes)
-        if config.mode is not Mode.OFF:
-            runner.nwor_log_storage = reserve(runner, config)
+        # That of an earlier run is freed first.
+        runner.nwor_storages = {}
+        for builder in _builders:
+            if builder.is_wanted(config):
+                runner.nwor_storages[builder.NAME] = reserve(runner, config, builder)
     return wrapped(*args, **kwargs)
 
 
+def reserve(runner: Any, config: NworConfig, builder: Builder) -> torch.Tensor | None:
+    """[reserved_bytes] uint8 on the runner's device, before vLLM sizes the KV cache.
+    None if none is needed, or there is not enough: the builder then allocates when the
+    caches are bound, and reports what fails. Raises nothing."""
+    try:
+        size = builder.reserved_bytes(caches.expected(runner), config)
+        return torch.empty(size, dtype=torch.uint8, device=runner.device)
+    except Exception as error:
+        text = "NWOR: no memory reserved for the %s: %s"
+        logger.debug(text, builder.NAME, error_text(error))
+        return None
+
+
+def initialize_kv_cache(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper: builds the observers once the real caches are bound. vLLM also calls
+    this with a throw-away cache while profiling; that one is left alone."""
+    runner.nwor_state = None
+    result = wrapped(*args, **kwargs)
+    if not kwargs.get("is_profiling", args[1] if len(args) > 1 else False):
+        runner.nwor_state = _observed(runner, NworConfig.from_env())
+    return result
+
+
+def _observed(runner: Any, config: NworConfig) -> RunnerState:
+    """Raises whatever a builder raises (NworError under VLLM_NWOR_STRICT)."""
+    storages = runner.__dict__.setdefault("nwor_storages", {})
+    try:
+        found = caches.bound(runner)
+    except Exception as error:
+        storages.clear()
+        reason = f"vLLM is not as expected: {error_text(error)}"
+        return _refused(runner, config, reason)
+    observers = []
+    for builder in _builders:
+        if builder.is_wanted(config):
+            observer = builder.build(found, config, storages.get(builder.NAME))
+            # What is not used is free for others.
+            storages[builder.NAME] = getattr(observer, "storage", None)
+            if observer is not None:
+                observers.append(observer)
+    state = RunnerState(observers)
+    if state.blocks_transferred:
+        connectors.watch(runner)
+    return state
+
+
 def execute_model(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper: what a step left that failed half-way is dropped: its windows, a log
-    that it did not commit, counts that no output took along. Where this step fails,
-    block tables are put back at once: their rows may move before the next one. The
-    audit hears what the scheduler says of requests and blocks."""
-    state = runner.__dict__.get("nwor_state")
+    """Wrapper: a step starts."""
+    state: RunnerState | None = runner.__dict__.get("nwor_state")
     if state is None:
         return wrapped(*args, **kwargs)
+    state.step = state.held = None
     scheduled = args[0] if args else kwargs["scheduler_output"]
-    # Read once: vLLM's output thread may end the audit at any moment.
-    if (audit := state.audit) is not None:
-        audit.begin_step(runner, scheduled)
-    manager = state.manager
-    if manager is None:
-        return wrapped(*args, **kwargs)
-    state.windows = None
-    manager.start_step(manager.shadow is None or not _have_drafts(scheduled))
+    if calls := state.step_started:
+        of_step = ScheduledStep(scheduled)
+        for step_started in calls:
+            step_started(of_step)
+    if state.blocks_transferred:
+        connectors.report_stores(runner, state, scheduled)
     try:
         return wrapped(*args, **kwargs)
     except BaseException:
-        _put_back(manager)
+        for step_failed in state.step_failed:
+            step_failed()
         raise
-
-
-def _have_drafts(scheduler_output: Any) -> bool:
-    """Whether a request that is new or comes back has drafts in this step: vLLM pads
-    those that have one token left. The rows before may be a copy of another request's
-    block, made for it in this very step, in a block and a seat that it got just now."""
-    new = scheduler_output.scheduled_new_reqs
-    resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
-    if not (new or resumed):
-        return False
-    names = {*resumed, *(request.req_id for request in new)}
-    return not names.isdisjoint(scheduler_output.scheduled_spec_decode_tokens)
-
-
-def _put_back(manager: DraftCommitManager) -> None:
-    """Staged windows do not outlive an exception in their step, which is the one to
-    report."""
-    if manager.state is State.STAGED:
-        with contextlib.suppress(NworError):
-            manager.abort(STEP_FAILED)
 
 
 def sample_tokens(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper: the step's output carries its counts; findings of the audit leave with
+    """Wrapper: the step's output carries its counts. Findings of the audit leave with
     it, or keep it from leaving."""
     state: RunnerState | None = runner.__dict__.get("nwor_state")
+    if state is None:
+        return wrapped(*args, **kwargs)
     try:
         output = wrapped(*args, **kwargs)
     except BaseException:
-        if state is not None and state.manager is not None:
-            _put_back(state.manager)
+        for step_failed in state.step_failed:
+            step_failed()
         raise
-    if state is not None:
-        if state.emits:
-            stats.attach(output, state.report.take_payload)
-        if (audit := state.audit) is not None:
-            return audit.attach(runner, output)
+    if calls := state.payload:
+        outputs.attach(output, calls)
+    if calls := state.output_ready:
+        outputs.watch(output, calls)
     return output

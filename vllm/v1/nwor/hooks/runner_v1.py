@@ -1,105 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks on vLLM's V1 model runner (the CPU runner inherits from it).
 
-A step, and where the hooks sit:
+A step, and where the hooks sit (moments: step.py):
 
-    execute_model      what a failed step left is dropped, and its tables put back
-      _calc_spec_decode_metadata   which rows of the batch are drafts: remembered; block
-                       tables and slots are final here, attention metadata is not built
-                       yet: the audit plans, then shadow blocks are put in place
-      _model_forward   without speculation the audit plans here; begin: the old bytes
-                       are logged, then the forward runs
+    execute_model      step_started
+      _calc_spec_decode_metadata   which rows of the batch are drafts; block tables and
+                       slots are final, attention metadata is not built yet: the Step
+                       is built, tables_final
+      _model_forward   without drafts the Step is built here, tables_final; in any case
+                       before_forward, then the forward runs
     sample_tokens
-      _sample          rejection sampling, then commit, then the audit resolves; after
-                       it come the drafter, the connector's saves and the fence that
-                       lets blocks be reused
-                       the step's counts are attached to the output
+      _sample          rejection sampling, then sampled; after it come the drafter, the
+                       connector's saves and the fence that lets blocks be reused
+                       payload, output_ready
 
-Dummy runs, warm-up and graph capture call the model directly and pass none of the
-begin/commit pair.
+Dummy runs, warm-up and graph capture call the model directly and pass none of the hooks
+between execute_model and sample_tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from ..hooks import runner as shared
-from ..window import SampledIds, VerificationWindows
-from ._wrap import HookTarget, Wrapped, argument
-
-MODULE = "vllm.v1.worker.gpu_model_runner"
-
-COMMON = shared.common(MODULE, "is_profiling", reuses_metadata=False)
-METADATA = HookTarget(
-    MODULE,
-    "GPUModelRunner._calc_spec_decode_metadata",
-    ("self", "num_draft_tokens", "cu_num_scheduled_tokens"),
-    why="which rows are drafts is known; shadow blocks have to be in the tables before "
-    "attention metadata is built from them",
-    delete_when="vLLM has a callback before attention metadata is built",
-)
-FORWARD = HookTarget(
-    MODULE,
-    "GPUModelRunner._model_forward",
-    ("self",),
-    why="begin: after zeroing, block copies and loads, before the first write",
-    delete_when="vLLM has a pre-forward callback for real steps",
-)
-SAMPLE = HookTarget(
-    MODULE,
-    "GPUModelRunner._sample",
-    ("self", "logits", "spec_decode_metadata"),
-    why="commit: the first moment the accepted drafts are known, before the drafter",
-    delete_when="vLLM has a callback after rejection sampling",
-)
+from ..base.wrap import Wrapped, argument
+from ..step import SampledIds, Step
+from . import runner as shared
+from .ledger import V1_COMMON, V1_MODEL_FORWARD, V1_SAMPLE, V1_SPEC_DECODE_METADATA
 
 
-def install(module: ModuleType) -> None:
-    """Wraps the V1 runner in `module`. Raises HostMismatch if it is not as expected."""
-    shared.install(module, LEDGER)
+def install(module: ModuleType, builders: Sequence[shared.Builder]) -> None:
+    """Wraps the V1 runner in `module`. builders: from the outermost observer to the
+    innermost. Raises HostMismatch if it is not as expected."""
+    shared.install(module, WRAPPERS, builders)
+
+
+def _step_of(runner: Any, metadata: Any) -> Step:
+    """metadata: vLLM's SpecDecodeMetadata, None in a step without drafts."""
+    batch, query_start_loc = runner.input_batch, runner.query_start_loc
+    tables, num_reqs = batch.block_table.block_tables, batch.num_reqs
+    step = Step(
+        num_drafts=0,
+        slot_mappings=[table.slot_mapping.gpu for table in tables],
+        block_tables=[table.block_table.gpu for table in tables],
+        query_start_loc=query_start_loc.gpu,
+        seq_lens=runner.seq_lens,
+        num_reqs=num_reqs,
+        num_tokens=int(query_start_loc.np[num_reqs]),
+        request_ids=batch.req_ids,
+        token_ids=runner.input_ids.gpu,
+        positions=runner.positions,
+    )
+    if metadata is not None:
+        step.drafts_of_requests = metadata.num_draft_tokens
+        step.num_drafts = sum(metadata.num_draft_tokens)
+        step.logits_indices = metadata.logits_indices
+        step.cu_num_logits = metadata.cu_num_sampled_tokens
+    return step
 
 
 def _calc_spec_decode_metadata(
     wrapped: Wrapped, runner: Any, args: Any, kwargs: Any
 ) -> Any:
-    state = runner.__dict__.get("nwor_state")
-    if state is not None and (audit := state.audit) is not None:
-        audit.plan(runner)
     metadata = wrapped(*args, **kwargs)
-    if state is not None and state.manager is not None:
-        tables = runner.input_batch.block_table.block_tables
-        drafts, shadow = metadata.num_draft_tokens, state.manager.shadow
-        is_staged = shadow is not None
-        state.windows = VerificationWindows(
-            sum(drafts),
-            metadata.logits_indices,
-            metadata.cu_num_sampled_tokens,
-            slot_mappings=[table.slot_mapping.gpu for table in tables],
-            block_tables=[table.block_table.gpu for table in tables]
-            if is_staged
-            else None,
-            query_start_loc=runner.query_start_loc.gpu if is_staged else None,
-            seq_lens=runner.seq_lens if is_staged else None,
-            # A request's seat is its batch row.
-            lacks_seats=is_staged
-            and len(drafts) > shadow.num_seats
-            and any(drafts[shadow.num_seats :]),
-        )
-        if is_staged and state.manager.stage(state.windows):
-            state.windows = None
+    state = runner.__dict__.get("nwor_state")
+    if state is not None and state.sampled:
+        state.step = step = _step_of(runner, metadata)
+        for tables_final in state.tables_final:
+            tables_final(step)
     return metadata
 
 
 def _model_forward(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     state = runner.__dict__.get("nwor_state")
     if state is not None:
-        if (audit := state.audit) is not None:
-            audit.plan(runner)
-        if state.windows is not None:
-            assert state.manager is not None
-            state.manager.begin(state.windows)
-            state.windows = None
+        if state.step is None and state.every_step:
+            state.step = _step_of(runner, None)
+            for tables_final in state.tables_final:
+                tables_final(state.step)
+        if state.step is not None and state.step.awaits_forward:
+            for before_forward in state.before_forward:
+                before_forward(state.step)
     return wrapped(*args, **kwargs)
 
 
@@ -108,24 +90,25 @@ def _sample(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     state = runner.__dict__.get("nwor_state")
     if state is None:
         return output
-    is_open = state.manager is not None and state.manager.state.is_open
-    if is_open:
-        state.manager.commit(
-            SampledIds(output.sampled_token_ids, runner.input_batch.vocab_size)
-        )
-    elif state.manager is not None:
-        metadata = argument(SAMPLE, "spec_decode_metadata", args, kwargs)
-        num_drafts = 0 if metadata is None else sum(metadata.num_draft_tokens)
-        state.manager.end_unlogged(num_drafts)
-    if (audit := state.audit) is not None:
-        metadata = argument(SAMPLE, "spec_decode_metadata", args, kwargs)
-        audit.resolve(runner, output, metadata, is_open)
+    step = state.held = state.step
+    if step is not None:
+        state.step = acceptance = None
+        if step.num_drafts > 0:
+            vocab_size = runner.input_batch.vocab_size
+            acceptance = SampledIds(output.sampled_token_ids, vocab_size)
+        for sampled in state.sampled:
+            sampled(step, acceptance)
+    elif state.drafts_missed:
+        metadata = argument(V1_SAMPLE, "spec_decode_metadata", args, kwargs)
+        if metadata is not None:
+            for drafts_missed in state.drafts_missed:
+                drafts_missed(sum(metadata.num_draft_tokens))
     return output
 
 
-LEDGER = {
-    **COMMON,
-    METADATA: _calc_spec_decode_metadata,
-    FORWARD: _model_forward,
-    SAMPLE: _sample,
+WRAPPERS = {
+    **shared.common(V1_COMMON, reuses_metadata=False),
+    V1_SPEC_DECODE_METADATA: _calc_spec_decode_metadata,
+    V1_MODEL_FORWARD: _model_forward,
+    V1_SAMPLE: _sample,
 }

@@ -1,88 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks on vLLM's V2 model runner.
 
-A step, and where the hooks sit:
+A step, and where the hooks sit (moments: step.py):
 
-    execute_model      what a failed step left is dropped, and its tables put back
-      prepare_attn     tables and slots are computed; the audit plans; then shadow
-                       blocks are put in place; then begin: the old bytes are logged.
-                       A full CUDA graph is replayed later without a forward context,
-                       so this is the last place before the forward that every path
-                       passes.
+    execute_model      step_started
+      prepare_attn     tables and slots are computed: the Step is built, tables_final,
+                       before_forward. A full CUDA graph is replayed later without a
+                       forward context, so this is the last place before the forward
+                       that every path passes.
     sample_tokens
-      sample           rejection sampling, then commit, then the audit resolves; after
-                       it come the output copy, the drafter and the connector's saves
-                       the step's counts are attached to the output
+      sample           rejection sampling, then sampled; after it come the output copy,
+                       the drafter and the connector's saves
+                       payload, output_ready
 
-The slot ids are copied into the log by begin, because the drafter computes its own into
-the same buffer. Graph capture uses other methods. A dummy run passes execute_model, and
-no other hook: its SchedulerOutput has no request. What its step before left is dropped
-as in any other step, and the next step copies committed rows to shadow blocks again.
-vLLM's kernel warm-up sends made-up requests through all of them: they are protected,
-and not counted, because nobody reads their output.
+The slot ids are copied into the log before the forward, because the drafter computes
+its own into the same buffer. Graph capture uses other methods. A dummy run passes
+execute_model, and no other hook: its SchedulerOutput has no request. What its step
+before left is dropped as in any other step, and the next step copies committed rows to
+shadow blocks again. vLLM's kernel warm-up sends made-up requests through all hooks:
+they are protected, and not counted, because nobody reads their output.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from ..hooks import runner as shared
-from ..window import NumRejected, VerificationWindows
-from ._wrap import HookTarget, Wrapped, argument
-
-MODULE = "vllm.v1.worker.gpu.model_runner"
-
-# vLLM 0.26 has no is_profiling here.
-COMMON = shared.common(MODULE, "is_profiling?", reuses_metadata=True)
-PREPARE = HookTarget(
-    MODULE,
-    "GPUModelRunner.prepare_attn",
-    ("self", "input_batch"),
-    why="begin: the slots are known and the forward has not started",
-    delete_when="vLLM has a pre-forward callback for real steps",
-)
-SAMPLE = HookTarget(
-    MODULE,
-    "GPUModelRunner.sample",
-    ("self", "hidden_states", "input_batch", "grammar_output"),
-    why="commit: the first moment num_rejected is known, before the output copy",
-    delete_when="vLLM has a callback after rejection sampling",
-)
+from ..base.wrap import Wrapped, argument
+from ..step import NumRejected, Step
+from . import runner as shared
+from .ledger import V2_COMMON, V2_PREPARE_ATTN, V2_SAMPLE
 
 
-def install(module: ModuleType) -> None:
-    """Wraps the V2 runner in `module`. Raises HostMismatch if it is not as expected."""
-    shared.install(module, LEDGER)
+def install(module: ModuleType, builders: Sequence[shared.Builder]) -> None:
+    """Wraps the V2 runner in `module`. builders: from the outermost observer to the
+    innermost. Raises HostMismatch if it is not as expected."""
+    shared.install(module, WRAPPERS, builders)
 
 
 def _prepare_attn(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     result = wrapped(*args, **kwargs)
     state = runner.__dict__.get("nwor_state")
-    if state is not None:
-        batch = args[0] if args else kwargs["input_batch"]
-        if (audit := state.audit) is not None:
-            audit.plan(runner, batch, *result)
-        if state.manager is not None and batch.num_draft_tokens > 0:
-            block_tables, slot_mappings = result
-            is_one, seats = len(block_tables) == 1, state.seats
-            windows = VerificationWindows(
-                batch.num_draft_tokens,
-                batch.logits_indices,
-                batch.cu_num_logits,
-                # [groups, tokens]: to take a row out of it costs more than to pass it.
-                (slot_mappings,) if is_one else slot_mappings.unbind(),
-                1,
-                block_tables,
-                batch.query_start_loc,
-                batch.seq_lens,
-                # Requests change their rows at each step, and keep their states' index.
-                batch.idx_mapping,
-                seats is not None
-                and seats.lack(batch.idx_mapping_np, runner.req_states.req_id_to_index),
-            )
-            if not state.manager.stage(windows):
-                state.manager.begin(windows)
+    if state is None or not state.sampled:
+        return result
+    batch = args[0] if args else kwargs["input_batch"]
+    if state.every_step or batch.num_draft_tokens > 0:
+        block_tables, slot_mappings = result
+        state.step = step = Step(
+            num_drafts=batch.num_draft_tokens,
+            # [groups, tokens]: to take a row out of it costs more than to pass it.
+            slot_mappings=(slot_mappings,)
+            if len(block_tables) == 1
+            else slot_mappings.unbind(),
+            block_tables=block_tables,
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            logits_indices=batch.logits_indices,
+            cu_num_logits=batch.cu_num_logits,
+            num_leading_zeros=1,
+            # Requests change their rows at each step, and keep their states' index.
+            state_indices=batch.idx_mapping,
+            host_state_indices=batch.idx_mapping_np,
+            state_of_request=runner.req_states.req_id_to_index,
+            num_reqs=batch.num_reqs,
+            num_tokens=batch.num_tokens,
+            request_ids=batch.req_ids,
+            token_ids=batch.input_ids,
+            positions=batch.positions,
+        )
+        for tables_final in state.tables_final:
+            tables_final(step)
+        if step.awaits_forward:
+            for before_forward in state.before_forward:
+                before_forward(step)
     return result
 
 
@@ -91,20 +82,22 @@ def _sample(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     state = runner.__dict__.get("nwor_state")
     if state is None:
         return result
-    is_open = state.manager is not None and state.manager.state.is_open
-    if is_open:
-        state.manager.commit(NumRejected(result[2]))
-    elif state.manager is not None:
-        batch = argument(SAMPLE, "input_batch", args, kwargs)
-        state.manager.end_unlogged(batch.num_draft_tokens)
-    if (audit := state.audit) is not None:
-        batch = argument(SAMPLE, "input_batch", args, kwargs)
-        audit.resolve(runner, result, batch, is_open)
+    step = state.held = state.step
+    if step is not None:
+        state.step = None
+        acceptance = NumRejected(result[2]) if step.num_drafts > 0 else None
+        for sampled in state.sampled:
+            sampled(step, acceptance)
+    elif state.drafts_missed:
+        batch = argument(V2_SAMPLE, "input_batch", args, kwargs)
+        if batch.num_draft_tokens > 0:
+            for drafts_missed in state.drafts_missed:
+                drafts_missed(batch.num_draft_tokens)
     return result
 
 
-LEDGER = {
-    **COMMON,
-    PREPARE: _prepare_attn,
-    SAMPLE: _sample,
+WRAPPERS = {
+    **shared.common(V2_COMMON, reuses_metadata=True),
+    V2_PREPARE_ATTN: _prepare_attn,
+    V2_SAMPLE: _sample,
 }

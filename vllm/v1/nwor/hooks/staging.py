@@ -8,10 +8,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from ..layer_tables import LayerCache
-from ..shadow_blocks import StagedGroup
+from ..base.errors import error_text
+from ..layout.regions import StagedGroup
+from ..layout.tables import LayerCache
 from .engine_core import VERDICT, LayerVerdict, copies_refusal, stage_refusal
-from .layers import draft_layer_names, entry_tokens, error_text, layer_refusal
+from .layers import draft_layer_names, entry_tokens, layer_refusal
 
 logger = logging.getLogger("vllm.v1.nwor")
 

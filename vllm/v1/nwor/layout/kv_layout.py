@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .ops import TABLE_COLUMNS
+from ..ops import TABLE_COLUMNS
 
 
 class LayoutRefused(ValueError):

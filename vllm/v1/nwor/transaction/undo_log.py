@@ -6,8 +6,8 @@
     commit   log -> slots of the rejected drafts; counted
     abort    the log is dropped: the cache stays as vLLM left it
 
-A row of the log is one draft, its layers side by side. Beside it the log keeps each
-draft's slot, request and position: V2's drafter overwrites vLLM's slot buffer before
+A row of the log is one draft, its layers side by side. The log also keeps each draft's
+slot, request and position, because V2's drafter overwrites vLLM's slot buffer before
 the next step.
 """
 
@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from .kv_layout import KVLayout
-from .layer_tables import ALIGNMENT, CopyTable, DeviceMemory, LayerCache, copy_tables
-from .ops import COUNTER_COLUMNS, NO_SHADOW, TABLE_COLUMNS
+from ..layout.kv_layout import KVLayout
+from ..layout.tables import ALIGNMENT, CopyTable, DeviceMemory, LayerCache, copy_tables
+from ..ops import COUNTER_COLUMNS, NO_SHADOW, TABLE_COLUMNS
 
 _ITEM = 8  # bytes of an int64
 _ENTRY_BYTES = 8 + 3 * 4  # of a draft in log_slots and log_windows
@@ -118,9 +118,9 @@ class UndoLog:
     begins: (KV-cache group id, ops.LoggedLayers.log) of each table: copies the old
         bytes at every draft slot. Where one fails there is no log.
     commits: ops.LoggedLayers.restore of each table: restores rejected slots, and
-        counts. Where one fails the others are made all the same.
+        counts. Where one fails, the remaining launches still run.
     num_drafts: logged, to be set after the last of begins, and to 0 before them and
-        before commits, which use the log up; 0 without a log.
+        before commits, which consume the log; 0 without a log.
     """
 
     def __init__(

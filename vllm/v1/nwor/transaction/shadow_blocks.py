@@ -35,115 +35,17 @@ before: in that one nothing counts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
 
-from . import ops as native_ops
-from .layer_tables import ALIGNMENT, CopyTable, DeviceMemory
-from .window import VerificationWindows
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from ..layout.regions import StagedGroup
+from ..layout.tables import ALIGNMENT, CopyTable, DeviceMemory
+from ..step import Step
 
 # int32, on the device.
 _MAX_STEP = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class ShadowRegion:
-    """The shadow blocks of one KV-cache group: blocks that exist in the workers' caches
-    and that the scheduler does not know.
-
-    first_block: id of the first one. num_seats: requests that can have some.
-    blocks_per_seat: as many as a window's drafts can touch. num_real_blocks: ids below
-    are the scheduler's. block_size: tokens a block, as the scheduler counts.
-    """
-
-    first_block: int
-    num_seats: int
-    blocks_per_seat: int
-    num_real_blocks: int
-    block_size: int
-
-    @property
-    def num_blocks(self) -> int:
-        return self.num_seats * self.blocks_per_seat
-
-
-def blocks_per_seat(num_drafts: int, block_size: int) -> int:
-    """Blocks that `num_drafts` neighbouring positions can touch.
-
-    Example: 4 drafts touch at most 2 blocks of 16 tokens; 18 drafts at most 3.
-    """
-    return 1 + -(-(num_drafts - 1) // block_size)
-
-
-@dataclass(frozen=True)
-class StagedGroup:
-    """What makes a KV-cache group a staged one.
-
-    region: its shadow blocks. entry_tokens: positions for which an entry of the
-    worker's block table stands: the block size, or a kernel's smaller one.
-
-    Raises ValueError: entry_tokens does not divide the block size.
-    """
-
-    region: ShadowRegion
-    entry_tokens: int
-
-    def __post_init__(self) -> None:
-        if self.region.block_size % self.entry_tokens != 0:
-            raise ValueError(
-                f"entry_tokens is {self.entry_tokens}; must divide the block size "
-                f"{self.region.block_size}"
-            )
-
-    @property
-    def _entries_per_block(self) -> int:
-        return self.region.block_size // self.entry_tokens
-
-    @property
-    def first_entry(self) -> int:
-        """Of the shadow blocks."""
-        return self.region.first_block * self._entries_per_block
-
-    @property
-    def num_real_entries(self) -> int:
-        """Entries below are the scheduler's."""
-        return self.region.num_real_blocks * self._entries_per_block
-
-    @property
-    def span(self) -> int:
-        """Entries of a seat."""
-        return self.region.blocks_per_seat * self._entries_per_block
-
-    @property
-    def num_slots(self) -> int:
-        return self.region.num_blocks * self.region.block_size
-
-    @property
-    def first_slot(self) -> int:
-        """Of the shadow blocks."""
-        return self.region.first_block * self.region.block_size
-
-    @property
-    def saved_shape(self) -> tuple[int, int]:
-        """Of what stage keeps of the windows: `saved` of ops.stage."""
-        return self.region.num_seats, native_ops.SAVED_COLUMNS + 2 * self.span
-
-    @property
-    def num_bytes(self) -> int:
-        """Device memory that the group takes beside its undo log."""
-        return num_bytes(self.region.num_seats, self.span)
-
-
-def num_bytes(num_seats: int, span: int) -> int:
-    """Memory that is enough for what a group keeps of its windows."""
-    columns = native_ops.SAVED_COLUMNS + 2 * span
-    return num_seats * columns * torch.int32.itemsize + ALIGNMENT
 
 
 class Seats:
@@ -174,14 +76,12 @@ class Seats:
         # and which ones lacked some.
         self._seen: tuple[int, bytes] | None = None
 
-    def lack(
-        self, indices: npt.NDArray[numpy.integer[Any]], live: Mapping[str, int]
-    ) -> bool:
-        """Gives out what seats are free; whether one of these requests has none.
+    def lack(self, indices: Any, live: Mapping[str, int] | None) -> bool:
+        """Assigns free seats; whether one of these requests has none.
 
-        indices: [num_reqs] of a step's requests. live: of all requests that the runner
-        has, by name.
+        indices, live: host_state_indices and state_of_request of a Step.
         """
+        assert live is not None
         of_state = self.of_state
         lacking = indices[of_state[indices] < 0]
         if len(lacking) == 0:
@@ -217,8 +117,8 @@ def seats_num_bytes(num_states: int) -> int:
 
 class ShadowBlocks:
     """All staged groups of a runner: one launch for each table of layers, on the
-    current stream, to begin, and one to commit. The manager makes these launches, for
-    each function in their way costs a step about a microsecond.
+    current stream, to begin, and one to commit. The manager makes these launches
+    itself: each Python frame costs a step about 1 us.
 
     begins: (KV-cache group id, ops.StagedLayers.stage) of each table: copies to shadow
         blocks, and patches tables and slots, of the windows that have a seat. Where one
@@ -227,8 +127,8 @@ class ShadowBlocks:
         tables and slots back. Where one fails, kept rows are lost; abort as above.
     num_drafts: of the open step, at most, to be set before its first launch, and to 0
         after its last; 0 without one.
-    held: what its launches read or write, to be set with it: to free it takes the host
-        longer than to keep it until the next step starts, and commit is in a hurry.
+    held: the step whose tensors the launches read or write. It is freed when the next
+        step starts, outside the hot path.
     num_seats: requests beyond so many have none; the undo log protects them.
     groups: by KV-cache group id.
     seats: on V2 who has one, where there are fewer than requests; else None.
@@ -260,7 +160,7 @@ class ShadowBlocks:
         self.saved: dict[int, torch.Tensor] = {}
         self.step = 1
         self.num_drafts = 0
-        self.held: VerificationWindows | None = None
+        self.held: Step | None = None
         self.begins: list[tuple[int, Any]] = []
         self.commits: list[Any] = []
         # Of each group's first table, which put the shadow blocks into its block table.

@@ -2,10 +2,10 @@
 """DraftCommitManager: the transaction around one verification step.
 
 What commit guarantees: after it, every byte at a rejected draft's slot, in every layer
-of the manager's groups, is what it was right before the forward; accepted drafts are
-what vLLM wrote; and of a request's blocks we write only those slots (undo log), or
-those of the kept rows (shadow blocks). Copies are of bytes, blind to their type. There
-are two ways to it, and each KV-cache group has one:
+of the manager's groups, is what it was right before the forward. Accepted drafts are
+what vLLM wrote. Of a request's blocks we write only the slots of rejected drafts (undo
+log) or of the kept rows (shadow blocks). Copies are of bytes, whatever their type is.
+There are two ways, and each KV-cache group uses one:
 
     undo log       begin saves the old bytes of the drafts' slots, commit restores those
                    of the rejected ones (undo_log.py)
@@ -13,43 +13,20 @@ are two ways to it, and each KV-cache group has one:
                    blocks, commit copies the kept rows to the request's own
                    (shadow_blocks.py)
 
-A staged group has shadow blocks for so many requests (seats). The windows of those
-that have none are logged in the same step. If stage fails, the whole step is logged.
+A staged group has shadow blocks for a number of requests (seats). The windows of the
+other requests are logged in the same step. If stage fails, the whole step is logged.
 Under VLLM_NWOR_ON_REJECT=poison the log has large numbers instead of old bytes.
 
-States:
-
-    IDLE    -stage->  STAGED   shadow blocks are in the tables of the staged groups,
-                               for the windows that have a seat; begin then logs all
-                               other drafts
-            -begin->  LOGGED   old bytes of all draft slots are in the undo log
-            -begin->  PLAIN    they are not, that is counted, the step is plain vLLM's
-    LOGGED  -commit-> IDLE     rejected slots restored, accepted ones kept
-            -commit-> FAILED   each rejected slot holds old or new bytes, all else is as
-                               in plain vLLM
-            -abort->  IDLE     the log is dropped, the cache stays as vLLM left it
-    STAGED  -commit-> IDLE     kept rows are in the real blocks, the tables are vLLM's
-                               own
-            -commit-> FAILED   the tables are vLLM's own, kept rows are lost: it raises,
-                               the step's tokens must not be used
-            -abort->  IDLE     the tables are vLLM's own, nothing was copied: rows that
-                               the step wrote to blocks with drafts go with it (such a
-                               block is not full: of a partial one that vLLM caches for
-                               hybrid models no hit gets as far as these rows)
-    PLAIN   -end_unlogged, abort-> IDLE
-    FAILED  -stage, begin-> as from IDLE
-
-FAILED lasts until a step has drafts again. It does not repeat the commit: by then a
-slot may be another request's. What a log takes for old is what it finds, also where
-that is a rejected draft; under VLLM_NWOR_STRICT=always the step raises, and FAILED
-stays.
+states.py has the states, the moves between them and the invariants; `check_state`
+checks these. FAILED lasts until a step has drafts again. It does not repeat the commit:
+by then a slot may be another request's. The next log takes what it finds for the old
+bytes, even where that is a rejected draft; under VLLM_NWOR_STRICT=always the step
+raises, and FAILED stays.
 
 A begin that finds a log drops it first. When one of our own operations fails, the
-window turns into plain vLLM: no token is lost, the failure is counted in `fallbacks`
-and logged once; `VLLM_NWOR_STRICT=always` raises `NworError` instead. A step whose
-drafts reach the sampler in state IDLE or FAILED was missed: no begin saw it.
-
-invariants.py has what holds in these states, and `check_state` checks it.
+step's windows run as plain vLLM: no token is lost, the failure is counted in
+`fallbacks` and logged once; `VLLM_NWOR_STRICT=always` raises `NworError` instead.
+Drafts that reach the sampler in state IDLE or FAILED were missed: no begin saw them.
 
 stage or begin, and commit, enqueue one launch each a KV-cache group on the current
 stream (a group whose layers are packed in several ways: one for each packing). A step
@@ -57,15 +34,14 @@ in which windows lack a seat takes both: four launches a group. They allocate no
 the device, never wait for it and have no loop over layers.
 
 Counts: the ops of a commit count on the device, and write what the counters have become
-to a slot of a ring of host memory. Of a window either the shadow blocks' commit or the
-log's adds to its table's row. A step whose commit failed, or of which windows were not
-protected, goes without counts; the next commit first copies what its own are compared
-with.
+to a slot of a ring of host memory. Each window is counted once, by the commit of the
+shadow blocks or by that of the log. Counters are unavailable for a step whose commit
+failed or in which windows were not protected; the next commit first copies what its own
+counters are compared with.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -73,10 +49,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from . import ops as native_ops
-from .config import NworConfig, OnReject
-from .layer_tables import DeviceMemory, LayerCache
-from .metrics import (
+from .. import ops as native_ops
+from ..base.errors import NworError
+from ..base.payload import MAX_IN_FLIGHT, StepPayload
+from ..config import NworConfig, OnReject
+from ..layout.regions import StagedGroup
+from ..layout.tables import DeviceMemory, LayerCache
+from ..metrics import (
     BEGIN_FAILED,
     BEGIN_MISSED,
     COMMIT_FAILED,
@@ -84,41 +63,16 @@ from .metrics import (
     STAGE_FAILED,
     STALE_LOG,
 )
-from .report import MAX_IN_FLIGHT, StepPayload, counter_ring
-from .shadow_blocks import (
-    BlockTableLost,
-    ShadowBlocks,
-    StagedGroup,
-    seats_num_bytes,
-)
+from ..step import Acceptance, Scheduled, Step, Undone
+from . import states
+from .counters import counter_ring
+from .shadow_blocks import BlockTableLost, ShadowBlocks, seats_num_bytes
+from .states import State
 from .undo_log import GroupLog, UndoLog, fitting_capacity
-from .window import Acceptance, Undone, VerificationWindows
 
 logger = logging.getLogger("vllm.v1.nwor")
 
-
-class NworError(RuntimeError):
-    """A failure of ours: raised under VLLM_NWOR_STRICT, and where going on would lose
-    tokens."""
-
-
-class State(enum.Enum):
-    """Where the manager is between begin and commit; the module has the moves.
-
-    is_open: there are windows to commit.
-    """
-
-    IDLE = "idle"
-    STAGED = "staged"
-    LOGGED = "logged"
-    PLAIN = "plain"
-    FAILED = "failed"
-
-    def __init__(self, name: str) -> None:
-        self.is_open = name in ("staged", "logged")
-
-
-# A name of the module is one look-up less in each step.
+# Local aliases (hot path).
 _IDLE, _STAGED, _FAILED = State.IDLE, State.STAGED, State.FAILED
 
 
@@ -262,11 +216,11 @@ class DraftCommitManager:
             return self.shadow.num_drafts
         return self.undo_log.num_drafts
 
-    def start_step(self, keeps: bool = True) -> None:
-        """Call when the runner starts a step, also one without drafts: windows and
-        counts that the step before left behind are dropped.
+    def start_step(self, scheduled: Scheduled | None = None) -> None:
+        """Call when the runner starts a step, with or without drafts: windows and
+        counts that the previous step left behind are dropped.
 
-        keeps: as ShadowBlocks.start_step.
+        scheduled: None: no request that is new or resumed has drafts.
 
         Raises: as abort.
         """
@@ -274,52 +228,61 @@ class DraftCommitManager:
         if self.state is not _IDLE:
             self.abort(STALE_LOG)
         if self.shadow is not None:
+            # The rows before such drafts may be a copy of another request's block, made
+            # in this very step, in a block and a seat that the request got just now.
+            keeps = scheduled is None or not scheduled.has_drafts_of_new()
             self.shadow.start_step(keeps)
 
-    def stage(self, windows: VerificationWindows) -> bool:
-        """Puts shadow blocks in the place of the blocks that hold drafts, for the
-        windows that have a seat. Call when block tables and slot mappings are final,
-        before attention metadata is built; then begin, which logs the rest. If this
-        fails, begin logs the whole step.
-
-        Returns whether everything is staged, so that begin need not be called.
+    def stage(self, step: Step) -> None:
+        """Replaces the blocks that hold drafts by shadow blocks, for the windows that
+        have a seat. Call when block tables and slot mappings are final, before
+        attention metadata is built; then begin, which logs the rest, unless this set
+        step.awaits_forward to False: then all is staged. If this fails, begin logs the
+        whole step.
 
         Raises:
             NworError: if it fails and a block table cannot be put back; under
                 VLLM_NWOR_STRICT=always, if it fails, or the commit before failed.
         """
+        num_drafts = step.num_drafts
         if self.state is not _IDLE:
-            self._leave_last_step(windows.num_drafts)
+            self._leave_last_step(num_drafts)
         shadow = self.shadow
-        if shadow is None or windows.num_drafts == 0:
-            return False
-        log = self.undo_log if windows.lacks_seats else self._unstaged_log
-        if log is not None and windows.num_drafts > self.capacity:
-            return False
+        if shadow is None or num_drafts == 0:
+            return
+        if shadow.seats is not None:
+            lacks_seats = shadow.seats.lack(
+                step.host_state_indices, step.state_of_request
+            )
+        else:
+            drafts = step.drafts_of_requests
+            lacks_seats = drafts is not None and any(drafts[shadow.num_seats :])
+        log = self.undo_log if lacks_seats else self._unstaged_log
+        if log is not None and num_drafts > self.capacity:
+            return
         self._rest_log, self._has_rest_failed = log, False
         self.state = _STAGED  # whatever is raised, tables may have to be put back
-        shadow.num_drafts = windows.num_drafts
-        shadow.held = windows
-        block_tables: Any = windows.block_tables
+        shadow.num_drafts = num_drafts
+        shadow.held = step
         try:
             for gid, stage in shadow.begins:
                 stage(
-                    block_tables[gid],
-                    windows.slot_mappings[gid],
-                    windows.query_start_loc,
-                    windows.seq_lens,
-                    windows.cu_num_logits,
-                    windows.state_indices,
+                    step.block_tables[gid],
+                    step.slot_mappings[gid],
+                    step.query_start_loc,
+                    step.seq_lens,
+                    step.cu_num_logits,
+                    step.state_indices,
                     shadow.step,
-                    windows.lacks_seats,
-                    windows.num_leading_zeros,
+                    lacks_seats,
+                    step.num_leading_zeros,
                 )
         except Exception as error:
             self._go_unstaged(shadow, error)
-            return False
+            return
         if self._debug_sync:
             self.check_state()
-        return log is None
+        step.awaits_forward = log is not None
 
     def _leave_last_step(self, num_drafts: int) -> None:
         """What an earlier step left is dropped by one with so many drafts. Called in
@@ -341,7 +304,7 @@ class DraftCommitManager:
         outcome = "the step uses the undo log"
         self._fall_back(STAGE_FAILED, f"stage: {error}", error, outcome)
 
-    def begin(self, windows: VerificationWindows) -> None:
+    def begin(self, step: Step) -> None:
         """Logs the old bytes at every draft slot that is not in a shadow block. Call
         before the target's forward.
 
@@ -351,7 +314,7 @@ class DraftCommitManager:
             NworError: under VLLM_NWOR_STRICT=always, if the windows cannot be logged,
                 or the commit before failed.
         """
-        num_drafts = windows.num_drafts
+        num_drafts = step.num_drafts
         log: UndoLog | None = self.undo_log
         if self.state is _STAGED:
             log = self._rest_log
@@ -373,11 +336,11 @@ class DraftCommitManager:
                 log.num_drafts = 0
                 for gid, log_slots in log.begins:
                     log_slots(
-                        windows.slot_mappings[gid],
-                        windows.logits_indices,
-                        windows.cu_num_logits,
+                        step.slot_mappings[gid],
+                        step.logits_indices,
+                        step.cu_num_logits,
                         num_drafts,
-                        windows.num_leading_zeros,
+                        step.num_leading_zeros,
                     )
                 log.num_drafts = num_drafts
             except Exception as error:
@@ -396,15 +359,22 @@ class DraftCommitManager:
         if self._debug_sync:
             self.check_state()
 
-    def commit(self, acceptance: Acceptance) -> None:
+    def commit(self, step: Step, acceptance: Acceptance | None) -> None:
         """Keeps the accepted drafts, undoes the rejected ones and counts the windows
         (`counts`). Call right after rejection sampling, on the stream of the forward,
-        before the drafter runs. Requires that the manager is open.
+        before the drafter runs. A step that was left to plain vLLM ends here, too; one
+        with drafts that begin never saw is counted as begin_missed.
+
+        step: of stage and begin. acceptance: None if it has no drafts.
 
         Raises:
             NworError: if copying from shadow blocks fails; under
-                VLLM_NWOR_STRICT=always, if restoring fails.
+                VLLM_NWOR_STRICT=always, if restoring fails, or begin was missed.
         """
+        if acceptance is None or not self.state.is_open:
+            self._end_unprotected(step.num_drafts)
+            return
+        step.undone = self.undone
         self.counts = None
         slot = -1
         if self._is_counted or self._publish():
@@ -460,8 +430,7 @@ class DraftCommitManager:
             self.check_state()
 
     def undone(self, group_id: int) -> Undone:
-        """What the last commit undid in this KV-cache group. To be asked between that
-        commit and the next step's start."""
+        """What the last commit undid in this KV-cache group: Step.undone."""
         is_protected = any(group.group_id == group_id for group in self.groups)
         if not is_protected or self.config.on_reject is not OnReject.RESTORE:
             return Undone()
@@ -508,26 +477,23 @@ class DraftCommitManager:
         -1 if the step goes without counts: its counters lack windows, or cannot be
         copied."""
         if not self._has_rest_failed:
-            self._miss_begin("the drafts without shadow blocks")
+            self.miss_begin("the drafts without shadow blocks")
         is_whole = self._rest_log is self._unstaged_log
         return slot if is_whole and slot >= 0 and self._publish() else -1
 
-    def end_unlogged(self, num_drafts: int) -> None:
-        """In place of commit, where the manager is not open: a step that was left to
-        plain vLLM ends, or one without drafts, or one that begin never saw.
-
-        num_drafts: of the step. If there are any, and begin was not called, that is a
-        fallback, begin_missed.
-
-        Raises:
-            NworError: under VLLM_NWOR_STRICT=always, if begin was missed.
-        """
+    def _end_unprotected(self, num_drafts: int) -> None:
+        """commit, where the manager is not open."""
         if self.state is State.PLAIN:
             self.state = _IDLE
         elif num_drafts > 0:
-            self._miss_begin(f"{num_drafts} drafts")
+            self.miss_begin(f"{num_drafts} drafts")
 
-    def _miss_begin(self, what: str) -> None:
+    def miss_begin(self, what: str) -> None:
+        """Counts begin_missed: `what` reached the sampler, and begin never saw it.
+
+        Raises:
+            NworError: under VLLM_NWOR_STRICT=always.
+        """
         self._fall_back(BEGIN_MISSED, f"{what} were sampled that begin never saw")
 
     def abort(self, reason: str) -> None:
@@ -555,14 +521,12 @@ class DraftCommitManager:
         self._fall_back(reason, f"windows with {num_drafts} drafts were dropped")
 
     def check_state(self) -> None:
-        """Checks the numbered invariants of invariants.py. Waits for the device.
+        """Checks the numbered invariants of states.py. Waits for the device.
 
         Raises:
             AssertionError: naming the invariant that does not hold, and what was found.
         """
-        from . import invariants
-
-        invariants.check(self)
+        states.check(self)
 
     def _lose_table(self, reason: str, error: BlockTableLost) -> NoReturn:
         self.fallbacks[reason] += 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Installing wrappers on vLLM's functions: checked, idempotent, all or nothing.
 
-A hook file's LEDGER has what it wraps, a `HookTarget` each, and what with, and goes to
-`install_all`. Before the first wrapper goes in, every target's signature is compared
+A hook file's WRAPPERS has a wrapper for each row of the ledger (`HookTarget`), and goes
+to `install_all`. Before the first wrapper goes in, every target's signature is compared
 with what the wrappers rely on, so a vLLM that has moved on is refused by name instead
 of being half patched. vLLM's own function stays reachable as `__wrapped__`.
 
@@ -12,12 +12,13 @@ live engine and `rehook` put it on again: benches compare with vLLM's own code t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 # vLLM's own function, and what is called in its place: with it, its `self`, and what it
 # was called with.
@@ -121,27 +122,25 @@ class _Hook:
             setattr(self.owner, self.name, self.original)
 
 
+Target = TypeVar("Target", bound=HookTarget)
 # Everything that install_all has put into this process.
 _hooks: list[_Hook] = []
 
 
-def install_all(
-    module: ModuleType, ledger: Mapping[HookTarget, Wrapper | None]
-) -> None:
-    """Wraps each target in `module`, if it has a wrapper; a second call changes
-    nothing, or puts on again what `unhook` took off.
+def install_all(module: ModuleType, wrappers: Mapping[Target, Wrapper]) -> None:
+    """Wraps the targets that are in `module`. A second call changes nothing, or puts on
+    again what `unhook` took off.
 
     Raises:
         HostMismatch: before anything was wrapped.
     """
-    rows = {t: w for t, w in ledger.items() if t.module == module.__name__}
+    rows = {t: w for t, w in wrappers.items() if t.module == module.__name__}
     for target in rows:
         check(target, module)
     hooks = []
     for target, wrapper in rows.items():
         known = (h for h in _hooks if (h.module, h.target) == (module, target))
-        if wrapper is not None:
-            hooks.append(next(known, None) or _Hook(module, target, wrapper))
+        hooks.append(next(known, None) or _Hook(module, target, wrapper))
     for hook in [hook for hook in hooks if not hook.is_on()]:
         hook.put_on()
     _hooks.extend(hook for hook in hooks if hook not in _hooks)
@@ -170,6 +169,28 @@ def is_installed(target: HookTarget) -> bool:
     return any(hook.target == target for hook in _hooks)
 
 
+def is_hooked(module: str) -> bool:
+    """Whether a function of vLLM's module of that name is wrapped in this process."""
+    return any(hook.target.module == module for hook in _hooks)
+
+
+def extend(cls: Any, place: str, name: str) -> None:
+    """Adds the field `name`, a dict or None, to the dataclass at `place`, whose own
+    __init__ does not take it; decoders that were made before do not know it. Raises
+    HostMismatch if it cannot have one more."""
+    if not dataclasses.is_dataclass(cls) or "__slots__" in vars(cls):
+        raise HostMismatch(f"{place} is not a dataclass without slots in this vLLM")
+    kind, field = dict[str, Any] | None, dataclasses.field(default=None, init=False)
+    (field,) = dataclasses.fields(
+        dataclasses.make_dataclass("_", [(name, kind, field)])
+    )
+    if "__msgspec_cache__" in vars(cls):  # what decoders to come would go by
+        delattr(cls, "__msgspec_cache__")
+    cls.__dataclass_fields__[name] = field
+    cls.__annotations__ = {**cls.__annotations__, name: kind}
+    setattr(cls, name, None)
+
+
 def unhook() -> None:
     """Takes all wrappers off: until `rehook`, vLLM's classes in this process have the
     very attributes that they had before. A second call changes nothing.
@@ -187,8 +208,8 @@ def unhook() -> None:
 
 
 def rehook() -> None:
-    """Undoes `unhook`, under its conditions. A second call changes nothing. A manager
-    whose runner has made steps meanwhile has to hear of one (`start_step`) before.
+    """Undoes `unhook`, under its conditions. A second call changes nothing. If the
+    runner has made steps meanwhile, call its manager's `start_step` first.
 
     Raises:
         HostMismatch: something else took a wrapper's place; nothing was put on.

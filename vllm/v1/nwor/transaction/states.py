@@ -1,12 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds in each state of a DraftCommitManager, for tests and debugging.
+"""The states of a DraftCommitManager, and what holds in them.
 
-By the numbers that a failed check names:
+States:
+
+    IDLE    -stage->  STAGED   shadow blocks are in the tables of the staged groups,
+                               for the windows that have a seat; begin then logs all
+                               other drafts
+            -begin->  LOGGED   old bytes of all draft slots are in the undo log
+            -begin->  PLAIN    they are not, that is counted, the step is plain vLLM's
+    LOGGED  -commit-> IDLE     rejected slots restored, accepted ones kept
+            -commit-> FAILED   each rejected slot holds old or new bytes, all else is as
+                               in plain vLLM
+            -abort->  IDLE     the log is dropped, the cache stays as vLLM left it
+    STAGED  -commit-> IDLE     kept rows are in the real blocks, the tables are vLLM's
+                               own
+            -commit-> FAILED   the tables are vLLM's own, kept rows are lost: it raises,
+                               the step's tokens must not be used
+            -abort->  IDLE     the tables are vLLM's own, nothing was copied: rows that
+                               the step wrote to blocks with drafts go with it (such a
+                               block is not full: of a partial one that vLLM caches for
+                               hybrid models no hit gets as far as these rows)
+    PLAIN   -commit, abort-> IDLE
+    FAILED  -stage, begin-> as from IDLE
+
+Invariants, by the numbers that a failed check names:
 
     1. LOGGED has a log of 1 to `capacity` drafts; STAGED has drafts; every other state
        has none. Shadow blocks are in the tables in STAGED only.
-    2. FAILED is left behind by a commit_failed only, PLAIN by an over_capacity or
-       begin_failed.
+    2. Only a commit_failed leaves FAILED, only an over_capacity or begin_failed PLAIN.
     3. Each entry of the log is a draft at its position in a window, or none.
     4. The tables name each layer's cache where it was bound, and its place in a row of
        the log; the places fill the row and do not overlap.
@@ -16,17 +37,34 @@ By the numbers that a failed check names:
 
 from __future__ import annotations
 
+import enum
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-from .draft_manager import DraftCommitManager, State
-from .metrics import BEGIN_FAILED, COMMIT_FAILED, OVER_CAPACITY
-from .ops import COUNTER_COLUMNS
+from ..metrics import BEGIN_FAILED, COMMIT_FAILED, OVER_CAPACITY
+from ..ops import COUNTER_COLUMNS
 from .undo_log import GroupLog
 
 
-def check(manager: DraftCommitManager) -> None:
+class State(enum.Enum):
+    """Where a manager is between begin and commit.
+
+    is_open: there are windows to commit.
+    """
+
+    IDLE = "idle"
+    STAGED = "staged"
+    LOGGED = "logged"
+    PLAIN = "plain"
+    FAILED = "failed"
+
+    def __init__(self, name: str) -> None:
+        self.is_open = name in ("staged", "logged")
+
+
+def check(manager: Any) -> None:
     """Waits for the device.
 
     Raises:

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The audit of a model runner, and its memory, when an engine starts."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from .. import __version__, ops
+from ..base.errors import GroupRefused, NworError, error_text
+from ..config import AuditMode, NworConfig, NworConfigError, audit_file_problem
+from ..layout.caches import (
+    ExpectedCaches,
+    GroupCaches,
+    Loads,
+    RunnerCaches,
+    RunnerLimits,
+)
+from ..layout.tables import DeviceMemory, LayerCache
+from .observer import NAME, RunnerAudit
+from .state import Audit
+from .tables import AuditedGroup, GroupShape, num_bytes
+
+__all__ = ["NAME", "build", "is_wanted", "refused", "reserved_bytes"]
+
+logger = logging.getLogger("vllm.v1.nwor")
+
+# Requests in a batch: kMaxRows of audit_cuda.cu.
+MAX_ROWS = 4096
+# Of the blocks of a cache, those that a KV connector stored last and that are compared
+# when they come back: one in so many.
+STORED_SHARE = 6
+
+
+def is_wanted(config: NworConfig) -> bool:
+    return config.audit is not AuditMode.OFF
+
+
+def reserved_bytes(expected: ExpectedCaches, config: NworConfig) -> int:
+    """For the cache that there would be if all that is free now went to it. Raises
+    GroupRefused if nothing is audited, or where layers differ in more than their size:
+    what blocks there will be then is vLLM's to say."""
+    limits, layers = expected.limits, expected.layers
+    if refusal := _refusal(limits):
+        raise GroupRefused(refusal)
+    kinds = {(layer.kind, layer.block_size, layer.window) for layer in layers}
+    if len(kinds) != 1:
+        raise GroupRefused(f"{len(kinds)} kinds of layers")
+    size = layers[0].block_size
+    num_blocks = expected.num_blocks
+    if num_blocks is None:
+        of_a_block = sum(layer.page_bytes for layer in layers)
+        num_blocks = (expected.available_bytes or 0) // of_a_block
+    # With room for what a table has beyond the longest text.
+    max_blocks = -(-limits.max_model_len // size) + 64
+    num_stored = _num_stored(limits, config, num_blocks)
+    shape = GroupShape(0, size, size, num_blocks, max_blocks, 0, num_stored)
+    return num_bytes(shape, len(layers), *_sizes(limits, config))
+
+
+def build(
+    caches: RunnerCaches, config: NworConfig, storage: torch.Tensor | None
+) -> RunnerAudit | None:
+    """The audit of a runner whose caches were just bound; None if it is refused.
+
+    Raises:
+        NworError: it is refused, under VLLM_NWOR_STRICT.
+        NworConfigError: its file cannot be written.
+    """
+    path = _path_of(caches, config)
+    try:
+        found = _build(caches, config, storage)
+    except Exception as error:
+        found = f"vLLM is not as expected: {error_text(error)}"
+    if isinstance(found, str):
+        refused(len(caches.groups), config, found)
+        return None
+    audit, used = found
+    about = _about(audit, caches)
+    return RunnerAudit(audit, config, caches, path, about, used)
+
+
+def refused(num_groups: int, config: NworConfig, reason: str) -> None:
+    """Logs it; raises NworError under VLLM_NWOR_STRICT."""
+    if config.strict:
+        raise NworError(f"NWOR audit requested, refused: {reason}")
+    logger.warning("NWOR audit: off: %s", reason)
+
+
+def _sizes(limits: RunnerLimits, config: NworConfig) -> tuple[int, int, bool]:
+    """As AuditedGroup: num_seats, max_tokens, compares_bytes."""
+    return limits.num_rows, limits.max_num_batched_tokens, config.audit_mib > 0
+
+
+def _num_stored(limits: RunnerLimits, config: NworConfig, num_blocks: int) -> int:
+    is_known = limits.loads is Loads.KNOWN
+    return num_blocks // STORED_SHARE if is_known and config.audit_mib else 0
+
+
+def _refusal(limits: RunnerLimits) -> str:
+    """Why nothing of a runner can be audited, or nothing."""
+    if limits.device.type not in ("cpu", "cuda"):
+        return f"it runs on cpu and cuda, and this is {limits.device.type}"
+    if limits.device.type == "cuda" and limits.num_rows > MAX_ROWS:
+        return f"max_num_seqs is {limits.num_rows}; must be at most {MAX_ROWS}"
+    return limits.step_refusal
+
+
+def _build(
+    caches: RunnerCaches, config: NworConfig, storage: torch.Tensor | None
+) -> tuple[Audit, torch.Tensor | None] | str:
+    """The audit, and the storage that it uses; or why there is no audit. Raises
+    whatever comes of a vLLM that is not as expected."""
+    limits = caches.limits
+    if refusal := _refusal(limits):
+        return refusal
+    ops.load(limits.device.type)
+    if storage is None and limits.sleeps:
+        return "no memory was reserved, and sleep mode would lose what is taken now"
+    audited: list[tuple[GroupShape, list[LayerCache]]] = []
+    of_groups = []
+    for group in caches.groups:
+        gid, layers = group.group_id, list(group.layers)
+        reason = group.refusal or "it has no target layers"
+        if layers:
+            shape = _shape_of(group, caches, config)
+            num_slots = shape.num_blocks * shape.block_size
+            layouts = [layer.layout for layer in layers]
+            if {of.num_blocks * of.block_size for of in layouts} == {num_slots}:
+                audited.append((shape, layers))
+                of_groups.append(f"group {gid}: {len(layers)} layers")
+                continue
+            reason = f"its layers do not have {num_slots} slots"
+        of_groups.append(f"group {gid}: off ({reason})")
+    if not audited:
+        return "; ".join(of_groups)
+    sizes = _sizes(limits, config)
+    block_sizes = [group.block_size for group in caches.groups]
+    budget = min(config.audit_mib, 1 << 30) << 20  # a number of blocks is int64
+
+    def audit_in(memory: DeviceMemory) -> Audit:
+        groups = [AuditedGroup(of, layers, *sizes, memory) for of, layers in audited]
+        about = budget, sizes[0], block_sizes, memory, limits.loads
+        return Audit(groups, *about, limits.is_async)
+
+    try:
+        audit = audit_in(DeviceMemory(limits.device, storage))
+    except ValueError:  # what was reserved is too small
+        if limits.sleeps:
+            raise
+        storage = None
+        audit = audit_in(DeviceMemory(limits.device, None))
+    is_late = storage is None and limits.device.type != "cpu"
+    num_steps = audit.steps_of_a_pass(caches.num_blocks)
+    logger.info(
+        "NWOR audit: %s; %s; %.1f MiB%s; bytes: %s",
+        config.audit.value,
+        "; ".join(of_groups),
+        audit.num_bytes / 2**20,
+        ", in addition to what vLLM has counted" if is_late else "",
+        f"{config.audit_mib} MiB a step, all of a full cache in {num_steps} steps"
+        if config.audit_mib
+        else "not compared",
+    )
+    return audit, storage
+
+
+def _about(audit: Audit, caches: RunnerCaches) -> dict[str, Any]:
+    """Versions and audited groups, for the file."""
+    versions = {"nwor": __version__, "vllm": caches.vllm_version}
+    groups = {str(of.shape.group_id): f"{len(of.layers)} layers" for of in audit.groups}
+    return {**versions, "torch": torch.__version__, "groups": groups}
+
+
+def _path_of(caches: RunnerCaches, config: NworConfig) -> str:
+    """Of the JSON file, one for each rank; empty for none. Raises NworConfigError if
+    this process cannot write there."""
+    if problem := audit_file_problem(config.audit_file):
+        raise NworConfigError(problem)
+    if config.audit_file and caches.world_size > 1:
+        return f"{config.audit_file}.{caches.rank}"
+    return config.audit_file
+
+
+def _shape_of(
+    group: GroupCaches, caches: RunnerCaches, config: NworConfig
+) -> GroupShape:
+    size, tokens, num_blocks = group.block_size, group.entry_tokens, caches.num_blocks
+    max_blocks = -(-group.num_entries * tokens // size)
+    num_stored = _num_stored(caches.limits, config, num_blocks)
+    about = max_blocks, group.window, num_stored
+    return GroupShape(group.group_id, size, tokens, num_blocks, *about)

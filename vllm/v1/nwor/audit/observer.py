@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RunnerAudit: the audit as an observer of its runner's steps.
+
+A failure of the audit ends the audit, with one line, and never the engine
+(VLLM_NWOR_STRICT=always raises).
+
+The runner's thread makes the steps; an asynchronous output is read by another one. What
+the two share: `Outbox` and `Findings`, each with a lock of its own, the counts of
+unread outputs, of which each thread writes its own (`RunnerAudit`), and `News`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any, TypeVar
+
+import torch
+
+from ..base.payload import MAX_IN_FLIGHT, News, StepPayload
+from ..config import AuditMode, NworConfig
+from ..layout.caches import Loads, RunnerCaches
+from ..step import Acceptance, Observer, OutputRead, Scheduled, Step, Transfer
+from .findings import AuditError, Finding, Findings
+from .state import Audit
+
+logger = logging.getLogger("vllm.v1.nwor")
+
+NAME = "audit"
+# Steps in which nothing was found are reported together, this often at least.
+REPORT_SECONDS = 1.0
+
+Result = TypeVar("Result")
+
+
+def guarded(part: Callable[..., Result]) -> Callable[..., Result | None]:
+    """A part of a step: what fails in it ends the audit. Returns None then."""
+
+    @wraps(part)
+    def run(self: RunnerAudit, *args: Any) -> Result | None:
+        try:
+            return part(self, *args)
+        except AuditError:
+            raise
+        except Exception:
+            self._failed()
+            return None
+
+    return run
+
+
+class RunnerAudit(Observer):
+    """An Audit, and what crosses threads on its way to the scheduler.
+
+    num_attached: outputs that were given out, which the runner's thread counts;
+    last_read: the number of the one read last, which the thread writes that reads.
+    (vLLM reads the asynchronous outputs of one rank only.)
+    """
+
+    def __init__(
+        self,
+        audit: Audit,
+        config: NworConfig,
+        caches: RunnerCaches,
+        path: str = "",
+        about: Mapping[str, Any] | None = None,
+        storage: torch.Tensor | None = None,
+    ) -> None:
+        """path, about: as Findings."""
+        super().__init__(
+            NAME,
+            every_step=True,
+            storage=storage,
+            step_started=self._step_started,
+            tables_final=self._tables_final,
+            sampled=self._sampled,
+            output_ready=self._output_ready,
+            caches_lost=self._caches_lost,
+            hooks_failed=self._failed,
+            shut_down=self._shut_down,
+            blocks_transferred=self._blocks_transferred
+            if caches.limits.loads is Loads.KNOWN
+            else None,
+        )
+        self.audit = audit
+        self.findings = Findings(path, {"audit": config.audit.value, **(about or {})})
+        self._raises = config.audit is AuditMode.RAISE
+        self._strict = config.strict_steps
+        self._text_of = caches.text_of
+        self.num_attached = self.last_read = 0
+        # Of the outputs given out last, the oldest first: as Outbox.take.
+        self._sent: deque[int] = deque(maxlen=MAX_IN_FLIGHT + 1)
+        self._news = News()
+        self._reported_at = 0.0
+        self._has_failed = False
+
+    def _failed(self) -> None:
+        """Ends the audit, or raises the exception that is being handled. Any thread may
+        call it, more than once."""
+        if self._strict:
+            raise
+        if not self._has_failed:
+            self._has_failed = True
+            self.leave()
+            logger.exception("NWOR audit: disabled after an internal error")
+
+    @guarded
+    def _step_started(self, scheduled: Scheduled) -> None:
+        """What earlier steps found is logged here where nobody reads this rank's
+        outputs: it has nothing to keep from leaving. The findings of outputs that may
+        still be read are left to these."""
+        if self.num_attached - self.last_read > MAX_IN_FLIGHT:
+            self._take(0, until=self._sent[0])
+        self.audit.begin_step(scheduled)
+
+    @guarded
+    def _tables_final(self, step: Step) -> None:
+        self.audit.plan(step, self._text_of)
+
+    @guarded
+    def _sampled(self, step: Step, acceptance: Acceptance | None) -> None:
+        if self.audit.is_open:
+            self.audit.resolve(step, acceptance)
+
+    @guarded
+    def _blocks_transferred(self, transfer: Transfer) -> None:
+        self.audit.on_transfer(transfer)
+
+    @guarded
+    def _caches_lost(self) -> None:
+        self.audit.forget_cache()
+
+    @guarded
+    def _output_ready(self) -> OutputRead:
+        """Findings leave with the output, or keep it from leaving."""
+        through = self.audit.outbox.num_sent
+        self.num_attached += 1
+        self._sent.append(through)
+        return partial(self._output_read, self.num_attached, through)
+
+    def _output_read(
+        self, number: int, through: int, payload: StepPayload | None
+    ) -> StepPayload | None:
+        """Also where the audit has failed since: what it had found is still true."""
+        self.last_read = number
+        return self._report(payload, through)
+
+    @guarded
+    def _report(self, payload: StepPayload | None, through: int) -> StepPayload | None:
+        """Logs what a step found, and adds the numbers to its payload. through: as
+        Outbox.take; when it is read, vLLM may have enqueued the next step.
+
+        Raises:
+            AuditError: under VLLM_NWOR_AUDIT=raise, if something was found.
+        """
+        found = self._take(through)
+        if found and self._raises:
+            raise AuditError(f"{len(found)} findings, the first: {found[0].line()}")
+        now = time.monotonic()
+        is_due = found or now >= self._reported_at + REPORT_SECONDS
+        if payload is None or not is_due:
+            return None
+        self._reported_at = now
+        return payload.with_audit(self._news.offer(self.findings.totals()))
+
+    def _take(self, through: int, until: int | None = None) -> Sequence[Finding]:
+        """As Outbox.take; it is counted, logged and written down."""
+        found = self.audit.outbox.take(through, until)
+        self.findings.take_in(found)
+        return found.findings
+
+    @guarded
+    def _shut_down(self) -> None:
+        """It waits for nothing."""
+        self._take(0)
+        self.findings.conclude()

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model runner's limits and KV caches are: layout.caches, read from vLLM."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import vllm
+from vllm.v1 import kv_cache_interface as kv
+
+from ..base.errors import error_text
+from ..base.payload import MAX_IN_FLIGHT
+from ..layout.caches import (
+    ExpectedCaches,
+    ExpectedLayer,
+    GroupCaches,
+    Loads,
+    RunnerCaches,
+    RunnerLimits,
+)
+from ..layout.tables import LayerCache
+from . import connectors
+from .engine_core import config_refusal, connectors_in_forward, parallel_refusal
+from .layers import draft_layer_names, entry_tokens, sleeps, target_layers
+from .staging import staged_group
+
+KEPT_BY_VLLM = (
+    "vLLM keeps a copy of this state for each draft, and goes on from that of the last "
+    "accepted one"
+)
+
+
+def limits(runner: Any) -> RunnerLimits:
+    config = runner.vllm_config
+    scheduler, speculative = config.scheduler_config, config.speculative_config
+    num_rows = getattr(runner, "max_num_reqs", None) or scheduler.max_num_seqs
+    step_refusal = parallel_refusal(config)
+    if getattr(runner, "is_pooling_model", False):
+        step_refusal = "a pooling model samples nothing, so that its steps have no end"
+    return RunnerLimits(
+        device=runner.device,
+        draft_refusal=config_refusal(config) or "",
+        step_refusal=step_refusal or "",
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_model_len=config.model_config.max_model_len,
+        num_drafts=0 if speculative is None else speculative.num_speculative_tokens,
+        num_rows=int(num_rows),
+        num_states=int(num_rows) if is_v2(runner) else 0,
+        # Releases that do not say how many steps are in flight have the same limit.
+        max_in_flight=getattr(config, "max_concurrent_batches", MAX_IN_FLIGHT),
+        is_async=bool(getattr(scheduler, "async_scheduling", False)),
+        sleeps=sleeps(runner),
+        loads=loads_of(config),
+    )
+
+
+def is_v2(runner: Any) -> bool:
+    return hasattr(runner, "block_tables")
+
+
+def loads_of(vllm_config: Any) -> Loads:
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    if transfer is None:
+        return Loads.NONE
+    is_hooked = connectors.is_hooked() and transfer.kv_connector == connectors.NAME
+    is_vllms = not getattr(transfer, "kv_connector_module_path", None)
+    # Otherwise it stores blocks that are not full, and does not say how far they are.
+    is_whole = getattr(vllm_config.cache_config, "prefix_match_unit", None) is None
+    return Loads.KNOWN if is_hooked and is_vllms and is_whole else Loads.UNKNOWN
+
+
+def expected(runner: Any) -> ExpectedCaches:
+    """Before vLLM sizes the KV cache. Raises GroupRefused, as draft_layer_names."""
+    draft_names = draft_layer_names(runner)
+    layers = [
+        ExpectedLayer(
+            type(spec).__name__,
+            spec.page_size_bytes,
+            spec.block_size,
+            getattr(spec, "sliding_window", None),
+            isinstance(spec, kv.AttentionSpec) and name not in draft_names,
+        )
+        for name, spec in runner.get_kv_cache_spec().items()
+    ]
+    cache = runner.vllm_config.cache_config
+    available = cache.kv_cache_memory_bytes
+    if not available and runner.device.type == "cuda":
+        _, total = torch.cuda.mem_get_info(runner.device)
+        taken = torch.cuda.memory_allocated(runner.device)
+        available = int(total * cache.gpu_memory_utilization) - taken
+    return ExpectedCaches(
+        limits(runner), layers, available or None, cache.num_gpu_blocks_override
+    )
+
+
+def bound(runner: Any) -> RunnerCaches:
+    """Once the KV caches are bound."""
+    config, parallel = runner.kv_cache_config, runner.vllm_config.parallel_config
+    reserved = getattr(config, "nwor_shadow", {})
+    groups = [
+        _group(runner, gid, group, layers)
+        for gid, (group, layers) in enumerate(
+            zip(config.kv_cache_groups, target_layers(runner), strict=True)
+        )
+    ]
+    return RunnerCaches(
+        limits=limits(runner),
+        groups=groups,
+        num_blocks=config.num_blocks,
+        exports=connectors_in_forward(runner.vllm_config),
+        reserved_blocks={gid: region.num_blocks for gid, region in reserved.items()}
+        if isinstance(reserved, dict)
+        else {},
+        text_of=partial(_text_of_v2 if is_v2(runner) else _text_of_v1, runner),
+        rank=parallel.rank,
+        world_size=parallel.world_size,
+        vllm_version=vllm.__version__,
+    )
+
+
+def _group(
+    runner: Any, gid: int, group: Any, layers: list[LayerCache] | str
+) -> GroupCaches:
+    spec = group.kv_cache_spec
+    refusal, layers = (layers, []) if isinstance(layers, str) else ("", layers)
+    try:
+        staged = staged_group(runner, gid, group, layers)
+    except Exception as error:
+        staged = f"vLLM is not as expected: {error_text(error)}"
+    if isinstance(spec, kv.UniformTypeKVCacheSpecs):  # as vLLM's scheduler has it
+        spec = next(iter(spec.kv_cache_specs.values()))
+    window = 0
+    if not isinstance(spec, kv.FullAttentionSpec):  # of that all blocks are kept
+        window = getattr(spec, "sliding_window", None) or 0
+        if getattr(spec, "attention_chunk_size", None):
+            window = 1  # what is behind the last block may be gone
+    if is_v2(runner):
+        table = runner.block_tables.input_block_tables[gid]
+    else:
+        table = runner.input_batch.block_table[gid].block_table.gpu
+    return GroupCaches(
+        group_id=gid,
+        layers=layers,
+        refusal=refusal,
+        kept_by_vllm=KEPT_BY_VLLM if _has_state_of_each_draft(runner, group) else "",
+        staged=staged,
+        block_size=spec.block_size,
+        entry_tokens=entry_tokens(runner, gid),
+        num_entries=table.shape[1],
+        window=window,
+    )
+
+
+def _has_state_of_each_draft(runner: Any, group: Any) -> bool:
+    """Whether the group has recurrent state, and a block for that behind each draft: a
+    rejected one's is never read again."""
+    spec, speculative = group.kv_cache_spec, runner.vllm_config.speculative_config
+    if speculative is None or not isinstance(spec, kv.MambaSpec):
+        return False
+    return bool(spec.num_speculative_blocks >= speculative.num_speculative_tokens)
+
+
+def _text_of_v1(runner: Any, row: int, _: int) -> torch.Tensor:
+    batch = runner.input_batch
+    length = int(batch.num_computed_tokens_cpu[row])
+    return torch.from_numpy(batch.token_ids_cpu[row, :length].copy())
+
+
+def _text_of_v2(runner: Any, state: int, length: int) -> torch.Tensor:
+    """vLLM's own copy of a request's tokens: host memory that the device sees."""
+    tokens: torch.Tensor = runner.req_states.all_token_ids.gpu[state, :length]
+    return tokens

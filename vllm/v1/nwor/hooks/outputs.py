@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step's output carries, and when it is read.
+
+An output is vLLM's ModelRunnerOutput or, with asynchronous scheduling, an object that
+gives that out once the device has sampled: another thread may ask for it, which is the
+only place where two threads meet in the hooks. What they share is in base/payload.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..base.errors import log_once
+from ..base.payload import NOTHING, StepPayload
+from ..step import OutputRead
+
+
+def attach(result: Any, calls: Sequence[Callable[[], StepPayload | None]]) -> None:
+    """Attaches observers' payload to a step's output; never raises.
+
+    result: what the runner's sample_tokens returned. The inner ModelRunnerOutput gets
+        an attribute `nwor_stats`. None, and outputs without requests, as vLLM's shared
+        empty one, get nothing; no payload is asked for.
+    """
+    if result is None:
+        return
+    try:
+        output = (
+            getattr(result, "model_runner_output", None)
+            or getattr(result, "_model_runner_output", None)
+            or result
+        )
+        if output.req_ids:
+            for take_payload in calls:
+                if (payload := take_payload()) is not None:
+                    output.nwor_stats = payload
+    except Exception:
+        log_once("no statistics on a runner's output", type(result).__name__)
+
+
+def watch(result: Any, calls: Sequence[Callable[[], OutputRead | None]]) -> None:
+    """Calls observers when the output is read, which is now if it is not asynchronous.
+    One without requests is nobody's: what was found before belongs to an output that
+    was not read yet.
+
+    Raises: whatever an observer raises, now or when the output is read.
+    """
+    get_output = getattr(result, "get_output", None)
+    if get_output is None:
+        if getattr(result, "req_ids", None):
+            _read(result, [ready() for ready in calls])
+        return
+    readers = [ready() for ready in calls]
+
+    def read() -> Any:
+        # The output refers to this function, and that to the output.
+        vars(result).pop("get_output", None)
+        output = get_output()
+        _read(output, readers)
+        return output
+
+    result.get_output = read
+
+
+def _read(output: Any, readers: Sequence[OutputRead | None]) -> None:
+    has_requests = bool(getattr(output, "req_ids", None))
+    for reader in readers:
+        if reader is not None:
+            payload = getattr(output, "nwor_stats", NOTHING) if has_requests else None
+            if (changed := reader(payload)) is not None:
+                output.nwor_stats = changed

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's output of a step, as observers see it (step.Scheduled)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from ..step import NewRequest, RunningRequest
+
+
+class ScheduledStep(Struct, gc=False):
+    """output: vLLM's SchedulerOutput. (A Struct is made in C.)"""
+
+    output: Any
+
+    def has_drafts(self) -> bool:
+        return bool(self.output.scheduled_spec_decode_tokens)
+
+    def has_drafts_of_new(self) -> bool:
+        """vLLM pads those that have one token left."""
+        output = self.output
+        new = output.scheduled_new_reqs
+        resumed = output.scheduled_cached_reqs.resumed_req_ids
+        if not (new or resumed):
+            return False
+        names = {*resumed, *(request.req_id for request in new)}
+        return not names.isdisjoint(output.scheduled_spec_decode_tokens)
+
+    def finished(self) -> Sequence[str]:
+        return tuple(self.output.finished_req_ids)
+
+    def preempted(self) -> Sequence[str]:
+        return tuple(self.output.preempted_req_ids or ())
+
+    def zeroed_blocks(self) -> Sequence[int]:
+        return getattr(self.output, "new_block_ids_to_zero", None) or ()
+
+    def copied_blocks(self) -> Sequence[tuple[int, int]]:
+        return getattr(self.output, "kv_cache_block_copies", None) or ()
+
+    def new_requests(self) -> Sequence[NewRequest]:
+        # None: the scheduler could not say (scheduler.py).
+        known = getattr(self.output, "nwor_audit", {})
+        return [_new_request(new, known) for new in self.output.scheduled_new_reqs]
+
+    def running_requests(self) -> Sequence[RunningRequest]:
+        cached = self.output.scheduled_cached_reqs
+        rows = cached.req_ids, cached.new_block_ids, cached.num_computed_tokens
+        return [
+            RunningRequest(*row, row[0] in cached.resumed_req_ids)
+            for row in zip(*rows, strict=True)
+        ]
+
+
+def _new_request(new: Any, known: Any) -> NewRequest:
+    """new: vLLM's NewRequestData."""
+    of_request = (known or {}).get(new.req_id, (None, None, False))
+    salt, num_local, is_loaded = of_request
+    lora = getattr(new, "lora_request", None)
+    features = None
+    if known is not None:
+        places = [(f.mm_position, f.identifier) for f in new.mm_features or ()]
+        features = [(p.offset, p.offset + p.length, name) for p, name in places]
+    return NewRequest(
+        new.req_id,
+        new.block_ids,
+        new.num_computed_tokens,
+        num_local,
+        is_loaded,
+        None if lora is None else (lora.lora_name, lora.lora_path),
+        salt,
+        features,
+        new.prompt_embeds is not None,
+    )

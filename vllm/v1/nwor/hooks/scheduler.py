@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks on vLLM's scheduler: a step's counters meet its own, and what it alone knows of
+requests goes to the workers.
+
+Counter data flow: worker -> scheduler -> front end -> Prometheus.
+
+    worker     outputs.py attaches a payload to the step's own ModelRunnerOutput
+    scheduler  update_from_output: the payload and the scheduler's counters are compared
+               (metrics.NworStats); the increments leave in a field that NWOR adds to
+               SchedulerStats; on_commit is called
+    front end  front_end.py adds them to Prometheus counters
+
+Each may be another process; with several API servers a report goes to one of them. A
+front end without NWOR, or with its metrics off, ignores the report: msgpack carries the
+fields of a dataclass by name, and a decoder skips those that it does not know.
+
+To the workers, only for the audit (`schedule`): a request's `cache_salt`, which keeps
+its blocks from others of the same text; how much of what it found comes from the cache,
+and not from a KV connector; and whether that has reported its load done.
+
+A failure here costs numbers, never tokens: it is logged once, and counted as a breach
+where there is a counter (VLLM_NWOR_STRICT=always raises instead).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from .. import commits
+from ..base.errors import log_once
+from ..base.wrap import Wrapped, extend, install_all
+from ..commits import Commit
+from ..config import AuditMode, NworConfig
+from ..metrics import Counted, NworStats
+from .engine_core import block_sizes
+from .ledger import SCHEDULE, UPDATE_FROM_OUTPUT
+
+STATS = "vllm.v1.metrics.stats"
+
+# vLLM's Request, how many tokens it has, and what it will have committed.
+Pending = tuple[Any, int, Commit]
+
+
+def install(module: ModuleType) -> None:
+    """Wraps the scheduler in `module`, and gives SchedulerStats its field. Raises
+    HostMismatch if it is not as expected; nothing was wrapped then."""
+    config = NworConfig.from_env()
+    wrappers = {}
+    if config.emit_metrics:
+        cls = getattr(import_module(STATS), "SchedulerStats", None)
+        extend(cls, f"{STATS}.SchedulerStats", "nwor_report")
+        wrappers[UPDATE_FROM_OUTPUT] = _update_from_output
+    if config.audit is not AuditMode.OFF:
+        wrappers[SCHEDULE] = _schedule
+    install_all(module, wrappers)
+
+
+def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) -> Any:
+    # Hot path: after a forward these objects are cold in the CPU's caches.
+    stats: NworStats = getattr(scheduler, "nwor_stats", None) or _new_stats(scheduler)
+    output = args[1] if len(args) > 1 else kwargs["model_runner_output"]
+    payload = getattr(output, "nwor_stats", None)
+    if payload is None and not stats.report and not commits.registered:
+        return wrapped(*args, **kwargs)
+    scheduled = args[0] if args else kwargs["scheduler_output"]
+    counted: Any = None
+    committed: Any = ()
+    try:
+        if commits.registered:
+            # A block holds the tokens of all ranks of decode context parallelism.
+            managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+            slot_based = block_sizes(scheduler.kv_cache_config.kv_cache_groups)
+            sizes = {gid: managers[gid].block_size for gid in slot_based}
+            committed = pending(scheduler, scheduled, output, sizes)
+    except Exception as error:
+        _failed("on_commit", error, stats)
+    try:
+        if payload is not None:
+            num_ids = list(map(len, output.sampled_token_ids or ()))
+            step = scheduled.scheduled_spec_decode_tokens, output, num_ids
+            if scheduled.num_invalid_spec_tokens or not scheduler.log_stats:
+                counted = Counted(scheduler.make_spec_decoding_stats)
+                scheduler.make_spec_decoding_stats = counted
+    except Exception as error:
+        payload = None
+        _failed("step", error, stats)
+    try:
+        engine_outputs = wrapped(*args, **kwargs)
+    finally:
+        if counted is not None:
+            del scheduler.make_spec_decoding_stats
+    try:
+        # vLLM puts them on the first one; there are none while statistics are off.
+        carrier: Any = next(iter(engine_outputs.values()), None)
+        found = carrier and carrier.scheduler_stats
+        if payload is not None:
+            counted = (
+                counted or getattr(found, "spec_decoding_stats", None) or Counted()
+            )
+            stats.add_step(payload, counted, step)
+        # vLLM 0.26's LLMEngine throws away statistics that come without outputs; they
+        # wait for the next ones, unless nothing is left that could make any.
+        if (
+            found is not None
+            and stats.report
+            and (carrier.outputs or not scheduler.has_unfinished_requests())
+        ):
+            found.nwor_report, stats.report = stats.report, {}
+    except Exception as error:
+        _failed("report", error, stats)
+    try:
+        if committed:
+            publish(committed, engine_outputs, sizes)
+    except Exception as error:
+        _failed("on_commit", error, stats)
+    return engine_outputs
+
+
+def _new_stats(scheduler: Any) -> NworStats:
+    config = getattr(scheduler, "vllm_config", None)
+    speculative = getattr(config, "speculative_config", None)
+    trims = getattr(speculative, "method", None) == "ngram_gpu" or getattr(
+        speculative, "enable_adaptive_verification", False
+    )
+    num_sampled = getattr(scheduler, "num_sampled_tokens_per_step", 1)
+    stats = scheduler.nwor_stats = NworStats(num_sampled, trims)
+    return stats
+
+
+def pending(
+    scheduler: Any, scheduled: Any, output: Any, block_sizes: Mapping[int, int]
+) -> list[Pending]:
+    """What a step commits, as far as is known before vLLM takes it in.
+
+    scheduled, output: its SchedulerOutput and ModelRunnerOutput. block_sizes: tokens a
+        block of each KV-cache group that is slot based.
+    """
+    found: list[Pending] = []
+    ids, drafts = output.sampled_token_ids, scheduled.scheduled_spec_decode_tokens
+    for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
+        request = scheduler.requests.get(request_id)
+        # Scheduled before a preemption that it has behind it (vLLM 0.26's name is the
+        # second); if it has not, less is computed than in flight, and start below 0.
+        if (
+            request is None
+            or request.is_finished()
+            or getattr(request, "num_stale_output_tokens", 0)
+            or getattr(request, "async_tokens_to_discard", 0)
+        ):
+            continue
+        start = request.num_computed_tokens - request.num_in_flight_tokens
+        num_ids = len(ids[output.req_id_to_index[request_id]]) if ids else 0
+        num_drafts = len(drafts.get(request_id, ()))
+        if start < 0 or (num_drafts and not num_ids):
+            continue
+        num_rejected = num_drafts and num_drafts + 1 - num_ids
+        end = start + num_scheduled - num_rejected
+        groups = scheduler.kv_cache_manager.get_blocks(request_id).blocks
+        blocks = tuple(
+            tuple(block.block_id for block in group[start // size : -(-end // size)])
+            if (size := block_sizes.get(gid))
+            else ()
+            for gid, group in enumerate(groups)
+        )
+        commit = Commit(request_id, start, end, num_rejected, blocks)
+        found.append((request, request.num_tokens, commit))
+    return found
+
+
+def publish(
+    found: Sequence[Pending], engine_outputs: Any, block_sizes: Mapping[int, int]
+) -> None:
+    """Calls the callbacks, once vLLM took the step in; raises nothing of theirs.
+
+    engine_outputs: what update_from_output returned: EngineCoreOutputs by client.
+    """
+    # Of requests, and of turns of a streaming session, that ended in this step.
+    ended = {
+        output.request_id: output.new_token_ids
+        for of_client in engine_outputs.values()
+        for output in of_client.outputs
+        if output.finish_reason is not None
+    }
+    committed = []
+    for request, num_tokens, commit in found:
+        end, first = commit.end, commit.start
+        if new := ended.get(commit.request_id):
+            # It may have stopped within the accepted drafts. A Request says that no
+            # more: vLLM 0.33 takes them off num_computed_tokens, and a session's next
+            # turn may be in it already.
+            end = min(end, num_tokens + len(new))
+            if not request.is_finished():  # the turn's last token may be discarded
+                end = min(end, request.num_computed_tokens)
+        elif request.num_computed_tokens < end:
+            continue  # it has to be computed again
+        if end < commit.end:
+            blocks = tuple(
+                ids and ids[: -(-end // block_sizes[gid]) - first // block_sizes[gid]]
+                for gid, ids in enumerate(commit.block_ids)
+            )
+            commit = commit._replace(end=end, block_ids=blocks)
+        committed.append(commit)
+    if committed:
+        for registration in tuple(commits.registered):
+            registration.call(committed)
+
+
+def _schedule(wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any) -> Any:
+    loaded = set(getattr(scheduler, "finished_recving_kv_req_ids", ()))
+    output = wrapped(*args, **kwargs)
+    try:
+        _inform_workers(scheduler, output, loaded)
+    except Exception as error:
+        if NworConfig.from_env().strict_steps:
+            raise
+        # The workers take the requests that are new in this step for unknown ones.
+        output.nwor_audit = None
+        log_once("audit: requests are not verified from here on", repr(error))
+    return output
+
+
+def _inform_workers(scheduler: Any, output: Any, loaded: set[str]) -> None:
+    """What workers need to know of this step's requests goes with its output."""
+    if output.scheduled_new_reqs:
+        output.nwor_audit = {
+            new.req_id: (
+                *_known_of(scheduler.requests.get(new.req_id), new),
+                new.req_id in loaded,
+            )
+            for new in output.scheduled_new_reqs
+        }
+    for name in output.scheduled_cached_reqs.resumed_req_ids:
+        _has_blocks(scheduler.requests.get(name))
+
+
+def _known_of(request: Any, new: Any) -> tuple[str | None, int | None]:
+    """Its cache_salt, and tokens of it that are from the local cache; None: not known,
+    as for one that comes back from a preemption, or with a vLLM that does not have it.
+    new: vLLM's NewRequestData."""
+    num_local = None
+    if _has_blocks(request):
+        # A session's next turn: vLLM looks nothing up for it.
+        num_local = new.num_computed_tokens
+    elif not getattr(request, "num_preemptions", 0):
+        found = getattr(request, "prefill_stats", None)
+        num_local = getattr(found, "num_local_cached_tokens", None)
+    return getattr(request, "cache_salt", None), num_local
+
+
+def _has_blocks(request: Any) -> bool:
+    """Whether a request that is scheduled has the blocks that it was scheduled with
+    before: vLLM frees them when it preempts it, and counts that. Then it has those of
+    this step."""
+    if request is None:
+        return False
+    num_preemptions = getattr(request, "num_preemptions", None)
+    before = getattr(request, "nwor_num_preemptions", None)
+    request.nwor_num_preemptions = num_preemptions
+    return num_preemptions is not None and before == num_preemptions
+
+
+def _failed(what: str, error: Exception, stats: NworStats) -> None:
+    """To be called while `error` is handled, which is raised again under
+    VLLM_NWOR_STRICT=always: it is a breach of that kind."""
+    if NworConfig.from_env().strict_steps:
+        raise error
+    stats.breach(what, repr(error))

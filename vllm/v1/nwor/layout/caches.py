@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the hooks found out about a model runner: its limits, and its KV caches once
+they are bound. Observers are built from this and read nothing of vLLM."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .regions import StagedGroup
+from .tables import LayerCache
+
+
+class Loads(enum.IntEnum):
+    """Whether a KV connector fills blocks.
+
+    NONE: it does not. KNOWN: the hooks see which ones (`Observer.blocks_transferred`),
+    or the scheduler says: all that was not found in the cache. UNKNOWN: it may fill any
+    of what a request is said to have found.
+    """
+
+    NONE = 0
+    KNOWN = 1
+    UNKNOWN = 2
+
+
+@dataclass(frozen=True)
+class RunnerLimits:
+    """What is known of a runner before its KV caches are sized.
+
+    draft_refusal: why drafts cannot be protected; step_refusal: why its steps cannot be
+    followed at all. Empty: they can.
+    max_num_seqs, max_num_batched_tokens, max_model_len: vLLM's. num_drafts: vLLM's
+    num_speculative_tokens, 0 without speculation. num_rows: requests in a batch, at
+    most.
+    num_states: requests that the runner has states for, where a Step has state_indices;
+    else 0. max_in_flight: steps whose output was not read, at most.
+    is_async: asynchronous scheduling: the host does not know a running request's text.
+    sleeps: memory that is taken when caches are bound loses its content in sleep.
+    """
+
+    device: torch.device
+    draft_refusal: str
+    step_refusal: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_drafts: int
+    num_rows: int
+    num_states: int
+    max_in_flight: int
+    is_async: bool
+    sleeps: bool
+    loads: Loads
+
+
+@dataclass(frozen=True)
+class ExpectedLayer:
+    """A layer with a KV cache, before that is sized.
+
+    kind: of its cache. page_bytes: of a block. window: of sliding-window attention.
+    is_target: it has keys and values of the target model.
+    """
+
+    kind: str
+    page_bytes: int
+    block_size: int
+    window: int | None
+    is_target: bool
+
+
+@dataclass(frozen=True)
+class ExpectedCaches:
+    """The KV caches that a runner will have.
+
+    available_bytes: for all of them, None if that is not known yet. num_blocks: if that
+    was chosen.
+    """
+
+    limits: RunnerLimits
+    layers: Sequence[ExpectedLayer]
+    available_bytes: int | None
+    num_blocks: int | None
+
+
+@dataclass(frozen=True)
+class GroupCaches:
+    """One KV-cache group whose caches are bound.
+
+    layers: the target's, each cache once; none if all layers are the drafter's.
+    refusal: why they are not understood. kept_by_vllm: why vLLM itself keeps what
+    rejected drafts would overwrite. staged: its shadow blocks, or why it has none.
+    block_size: tokens a block, as the scheduler counts. entry_tokens: tokens for which
+    an entry of the block table stands. num_entries: width of the block table.
+    window: positions behind a request's end that are still its own; 0: all.
+    """
+
+    group_id: int
+    layers: Sequence[LayerCache]
+    refusal: str
+    kept_by_vllm: str
+    staged: StagedGroup | str
+    block_size: int
+    entry_tokens: int
+    num_entries: int
+    window: int
+
+
+@dataclass(frozen=True)
+class RunnerCaches:
+    """The bound KV caches of a runner.
+
+    num_blocks: as the worker has them, shadow blocks included. exports: names of the KV
+    connectors that may read the cache inside the forward; empty for none.
+    reserved_blocks: KV blocks reserved as shadow blocks, by group id.
+    text_of: (index, number) -> [number] int32: the first tokens of a request. index:
+    that of Step.state_of_request or, without it, the batch row; then the number is that
+    of the tokens computed before this step, whatever is asked for.
+    rank, world_size: of this worker. vllm_version: as vLLM says it.
+    """
+
+    limits: RunnerLimits
+    groups: Sequence[GroupCaches]
+    num_blocks: int
+    exports: str
+    reserved_blocks: dict[int, int]
+    text_of: Callable[[int, int], torch.Tensor]
+    rank: int
+    world_size: int
+    vllm_version: str

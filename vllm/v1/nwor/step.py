@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step: everything both model runners know of one step, and who follows it.
+
+The hooks build one Step for each step that has drafts (or for every step, if an
+observer asks for that), from vLLM's own tensors: nothing is gathered, copied or waited
+for. An Observer follows the steps of one model runner; the undo log and the shadow
+blocks are one (`transaction`), the KV audit is another (`audit`). Observers know
+neither vLLM nor each other.
+
+The moments of a step, in order. Observers are registered from the outermost to the
+innermost: up to `before_forward` the outermost is called first, from `sampled` on the
+innermost. So the audit sees the tables that vLLM made before shadow blocks go in, and
+the cache that commit left.
+
+    step_started     the scheduler's output is here; nothing was written yet
+    tables_final     block tables and slot mappings are final; attention metadata is not
+                     built yet
+    before_forward   vLLM's zeroing, block copies and loads are enqueued; the forward is
+                     next
+    sampled          rejection sampling is enqueued: what was accepted is known on the
+                     device; the drafter has not run
+    drafts_missed    instead of `sampled`: drafts reached the sampler, and the hooks
+                     built no Step
+    payload          what the step's output reports to the scheduler
+    output_ready     the step's output is complete
+    step_failed      vLLM raised an exception in the step
+
+Beyond steps: `blocks_transferred`, `caches_lost`, `hooks_failed`, `shut_down`. An
+observer is built when the caches are bound (`layout.caches.RunnerCaches`).
+
+Verification windows: a window is one request's rows to verify in a step, the token
+sampled last and then k drafts. Example: three requests with k = 2, 0, 1 drafts have
+`cu_num_logits` = [3, 4, 6]; the drafts are entries 1, 2 (request 0) and 5 (request 2)
+of `logits_indices`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    import torch
+
+    from .base.payload import StepPayload
+
+
+class Undone(NamedTuple):
+    """Which rejected drafts of a step, in one KV-cache group, left the bytes that were
+    there before.
+
+    is_undone: those of all windows; if `staged` is given, those of the windows that it
+        has in shadow blocks. staged: as `saved` of ops.stage, after the step's commit.
+    state_indices: as in Step. seat_of_state: as in ops.stage.
+    """
+
+    is_undone: bool = False
+    staged: torch.Tensor | None = None
+    state_indices: torch.Tensor | None = None
+    seat_of_state: torch.Tensor | None = None
+
+
+def nothing_undone(group_id: int) -> Undone:
+    """`Step.undone` where nobody undoes drafts."""
+    return Undone()
+
+
+class Step(Struct, gc=False):
+    """One step's batch, from vLLM's own tensors. (A Struct is made in C: a dataclass
+    costs a step another Python frame.)
+
+    num_drafts: number of drafts, as the host knows it; an upper bound.
+    slot_mappings: for each KV-cache group id, [>= num_tokens] or [1, >= num_tokens]
+        int64, device: the slot of each batch row, -1 for padding.
+    block_tables: for each KV-cache group id, [>= num_reqs, width] int32, device.
+    query_start_loc: [>= num_reqs + 1] int32, device: a request's first batch row.
+    seq_lens: [>= num_reqs] int32, device: a request's tokens, this step's included.
+
+    With drafts:
+    logits_indices: [num_logits] int32 or int64, device: batch rows that get logits,
+        1 + k for each request, in request order.
+    cu_num_logits: [num_leading_zeros + num_reqs] int32, device: their cumulative
+        number, inclusive.
+    num_leading_zeros: entries of cu_num_logits in front of the first request's.
+    drafts_of_requests: [num_reqs], host: each request's drafts, where the runner knows
+        them; a request's seat is its batch row then.
+    state_indices: [num_reqs] int32 or int64, device: a request's index in the runner's
+        states, which it keeps while it runs; None where the runner has none.
+    host_state_indices: the same, on the host. state_of_request: of all requests that
+        the runner has, by name.
+
+    num_reqs, num_tokens: of the batch, without padding. request_ids: by row.
+    token_ids: [>= num_tokens] int32, device. positions: the same, int64.
+
+    Observers set:
+    awaits_forward: whether `before_forward` is to be called.
+    undone: gives what the transaction undid, by KV-cache group id; valid from its
+        `sampled` until the next step starts.
+    """
+
+    num_drafts: int
+    slot_mappings: Sequence[torch.Tensor]
+    block_tables: Sequence[torch.Tensor]
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    logits_indices: torch.Tensor | None = None
+    cu_num_logits: torch.Tensor | None = None
+    num_leading_zeros: int = 0
+    drafts_of_requests: Sequence[int] | None = None
+    state_indices: torch.Tensor | None = None
+    host_state_indices: Any = None
+    state_of_request: Mapping[str, int] | None = None
+    num_reqs: int = 0
+    num_tokens: int = 0
+    request_ids: Sequence[str] = ()
+    token_ids: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    awaits_forward: bool = True
+    undone: Callable[[int], Undone] = nothing_undone
+
+
+class SampledIds(Struct, frozen=True, gc=False):
+    """Acceptance as the V1 rejection sampler reports it.
+
+    sampled_token_ids: [num_reqs, max_spec_len + 1] int32, device. An id is valid if it
+        is not -1 and below `vocab_size`; a request accepted (valid ids - 1) drafts.
+    """
+
+    sampled_token_ids: torch.Tensor
+    vocab_size: int
+    num_rejected: None = None
+
+
+class NumRejected(Struct, frozen=True, gc=False):
+    """Acceptance as the V2 runner reports it.
+
+    num_rejected: [num_reqs] int32, device: the last so many drafts of a request were
+        rejected.
+    """
+
+    num_rejected: torch.Tensor
+    sampled_token_ids: None = None
+    vocab_size: int = 0
+
+
+# The fields of both together are what the ops take.
+Acceptance = SampledIds | NumRejected
+
+
+class NewRequest(NamedTuple):
+    """A request that a runner sees for the first time.
+
+    block_ids: for each KV-cache group. num_computed: tokens that are in the cache
+    already. num_local: those of them that were found in the cache, None if that is not
+    known; a KV connector brings the others, or has (is_loaded).
+    adapter: (name, path) of its LoRA adapter. cache_salt: None or its salt.
+    features: (first position, end, identifier) of each image and the like; None if the
+    scheduler could not say what its keys and values depend on.
+    has_embeddings: whether prompt embeddings stand for tokens.
+    """
+
+    request_id: str
+    block_ids: Sequence[Sequence[int]]
+    num_computed: int
+    num_local: int | None
+    is_loaded: bool
+    adapter: tuple[str, str] | None
+    cache_salt: str | None
+    features: Sequence[tuple[int, int, str | None]] | None
+    has_embeddings: bool
+
+
+class RunningRequest(NamedTuple):
+    """A request that a runner has seen before.
+
+    block_ids: what it gets now, for each KV-cache group, None for nothing; all that it
+    has if it is_resumed (after a preemption).
+    """
+
+    request_id: str
+    block_ids: Sequence[Sequence[int]] | None
+    num_computed: int
+    is_resumed: bool
+
+
+class Scheduled(Protocol):
+    """The scheduler's output of one step. What is not needed is not read."""
+
+    def has_drafts(self) -> bool:
+        """Whether a request has drafts."""
+
+    def has_drafts_of_new(self) -> bool:
+        """Whether a request has drafts that is new or resumed in this step."""
+
+    def finished(self) -> Sequence[str]: ...
+
+    def preempted(self) -> Sequence[str]: ...
+
+    def zeroed_blocks(self) -> Sequence[int]:
+        """Blocks that vLLM zeroes in this step."""
+
+    def copied_blocks(self) -> Sequence[tuple[int, int]]:
+        """(source, destination) of blocks that vLLM copies in this step."""
+
+    def new_requests(self) -> Sequence[NewRequest]: ...
+
+    def running_requests(self) -> Sequence[RunningRequest]: ...
+
+
+class Transfer(NamedTuple):
+    """Blocks that a KV connector is about to read, or to fill (fills).
+
+    block_ids: for each KV-cache group. places: the connector's place of each block, if
+    it is known to hold nothing but what was stored there; else None.
+    """
+
+    block_ids: Sequence[Sequence[int]]
+    places: Sequence[Sequence[int]] | None
+    fills: bool
+
+
+# Called when a step's output is read, perhaps by another thread, with the output's
+# payload, None if it has no requests; returns the payload to send.
+OutputRead = Callable[["StepPayload | None"], "StepPayload | None"]
+
+
+@dataclass(eq=False)
+class Observer:
+    """Follows the steps of one model runner: what to call at each moment, None for
+    nothing; the module says when that is.
+
+    name: "transaction" or "audit". every_step: whether a Step is built for steps
+    without drafts, too. infos: rows of vllm:nwor_info (metrics.GroupInfo).
+    storage: device memory that was reserved for it and that it uses, or None.
+    leave: set by the hooks: ends this observer. Any thread may call it, more than once.
+
+    caches_lost: the KV cache's content is gone, as after a wake-up from sleep.
+    hooks_failed: called while an exception is handled: the hooks could not read what
+    this observer follows. It raises that exception, or ends the observer.
+    shut_down: the worker ends.
+    """
+
+    name: str
+    every_step: bool = False
+    infos: Sequence[tuple[object, ...]] = ()
+    storage: torch.Tensor | None = None
+    leave: Callable[[], None] = lambda: None
+
+    step_started: Callable[[Scheduled], None] | None = None
+    tables_final: Callable[[Step], None] | None = None
+    before_forward: Callable[[Step], None] | None = None
+    sampled: Callable[[Step, Acceptance | None], None] | None = None
+    drafts_missed: Callable[[int], None] | None = None
+    payload: Callable[[], StepPayload | None] | None = None
+    output_ready: Callable[[], OutputRead | None] | None = None
+    step_failed: Callable[[], None] | None = None
+
+    blocks_transferred: Callable[[Transfer], None] | None = None
+    caches_lost: Callable[[], None] | None = None
+    hooks_failed: Callable[[], None] | None = None
+    shut_down: Callable[[], None] | None = None
