@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that NWOR touches in vLLM: one row each, with the reason and with the condition
+under which the row can be deleted.
+
+A `Method` is a function of vLLM that is wrapped, or replaced on an object; the hook
+files have the wrappers, by these rows. A `Change` is anything else: an attribute on one
+of vLLM's objects, a field, an entry in a table. What NWOR only reads is in `facts`.
+The table in docs/for_vllm.md is written from here (tools/check_vllm.py --table).
+
+Data only: nothing of vLLM is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ._wrap import HookTarget
+
+V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
+V2_RUNNER = "vllm.v1.worker.gpu.model_runner"
+WORKER = "vllm.v1.worker.gpu_worker"
+ENGINE_CORE = "vllm.v1.engine.core"
+CORE_CLIENT = "vllm.v1.engine.core_client"
+SCHEDULER = "vllm.v1.core.sched.scheduler"
+LOGGERS = "vllm.v1.metrics.loggers"
+OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
+
+
+@dataclass(frozen=True)
+class Method(HookTarget):
+    """A function of vLLM that is wrapped.
+
+    for_audit: only while the KV audit is on.
+    on_object: the class keeps its own function; steps replace it on an object.
+    """
+
+    for_audit: bool = False
+    on_object: bool = False
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is changed without wrapping a function.
+
+    place: a class or table of vLLM's, or of Python's. what: an attribute of it, or a
+        few words. for_audit: only while the KV audit is on.
+    """
+
+    place: str
+    what: str
+    why: str
+    delete_when: str
+    for_audit: bool = False
+
+
+# Conditions under which rows can be deleted.
+CACHES_BOUND = (
+    "vLLM calls plugins on the worker once KV caches are bound, with the KV-cache "
+    "config and the bound tensors"
+)
+MEMORY_ANNOUNCED = (
+    "plugins can announce device memory that they need, while vLLM profiles memory"
+)
+BEFORE_FORWARD = (
+    "vLLM calls plugins before the forward of a real step: after zeroing, block copies "
+    "and loads, before attention metadata is built, with spec_decode_metadata, slot "
+    "mappings and block tables"
+)
+AFTER_SAMPLING = (
+    "vLLM calls plugins after rejection sampling, before the drafter and the "
+    "connectors' saves, with the accepted tokens on the device"
+)
+STEP_ABANDONED = "vLLM notifies plugins on the runner that a step was abandoned"
+UNWRAPPED = "no method of the runner is wrapped"
+BLOCKS_RESERVED = (
+    "plugins can reserve KV blocks: the scheduler gets fewer, the workers' tensors "
+    "keep them"
+)
+FIELDS = (
+    "ModelRunnerOutput and SchedulerStats have a field for extensions, which reaches "
+    "the front end"
+)
+STEP_PROCESSED = (
+    f"{FIELDS}, and vLLM calls plugins in the scheduler after it processed a step's "
+    "output: with the committed positions, rejected drafts and blocks of each request, "
+    "before the blocks of finished requests are freed"
+)
+READY_FIELD = (
+    "EngineCoreReadyResponse has a field for extensions, which reaches the front end"
+)
+INVALID_COUNTED = "SpecDecodingStats counts grammar-invalid drafts, too"
+METRICS = (
+    "vLLM has a registry of Prometheus metrics for plugins, and passes these each "
+    "SchedulerStats"
+)
+TRANSFERS = "KV connectors announce which blocks they are about to read and fill"
+REQUEST_DATA = (
+    "NewRequestData has a request's cache_salt, and the number of its tokens that were "
+    "found in the local cache"
+)
+OUTPUT_READ = "vLLM calls plugins when an asynchronous output is read"
+CONTENT_LOST = "vLLM notifies plugins that a KV cache lost its content"
+WORKER_ENDS = "vLLM notifies plugins that a worker ends"
+VARIABLES = "plugins can declare environment variables"
+IN_VLLM = "this package is a part of vLLM"
+
+
+def _runner(module: str, *more: str) -> tuple[Method, Method, Method, Method, Method]:
+    """The rows that both model runners have. more: parameters of initialize_kv_cache
+    behind kv_cache_config."""
+
+    def row(name: str, params: tuple[str, ...], why: str, delete_when: str) -> Method:
+        name, params = f"GPUModelRunner.{name}", ("self", *params)
+        return Method(module, name, params, why, delete_when)
+
+    return (
+        row(
+            "get_kv_cache_spec",
+            (),
+            "no shadow blocks are reserved for layers that will be refused",
+            BLOCKS_RESERVED,
+        ),
+        row(
+            "initialize_kv_cache",
+            ("kv_cache_config", *more),
+            "the caches are bound: their layouts are probed, the tables filled",
+            CACHES_BOUND,
+        ),
+        row(
+            "profile_run",
+            (),
+            "memory is reserved while vLLM measures what is left for the KV cache",
+            MEMORY_ANNOUNCED,
+        ),
+        row(
+            "execute_model",
+            ("scheduler_output",),
+            "a step starts: an open log of a failed step is discarded",
+            STEP_ABANDONED,
+        ),
+        row(
+            "sample_tokens",
+            ("grammar_output",),
+            "the step's output carries the counters to the scheduler",
+            FIELDS,
+        ),
+    )
+
+
+V1_COMMON = _runner(V1_RUNNER, "is_profiling")
+(
+    V1_GET_KV_CACHE_SPEC,
+    V1_INITIALIZE_KV_CACHE,
+    V1_PROFILE_RUN,
+    V1_EXECUTE_MODEL,
+    V1_SAMPLE_TOKENS,
+) = V1_COMMON
+V1_SPEC_DECODE_METADATA = Method(
+    V1_RUNNER,
+    "GPUModelRunner._calc_spec_decode_metadata",
+    ("self", "num_draft_tokens", "cu_num_scheduled_tokens"),
+    "it says which rows are drafts; shadow blocks have to be in the block tables "
+    "before attention metadata is built from these",
+    BEFORE_FORWARD,
+)
+V1_MODEL_FORWARD = Method(
+    V1_RUNNER,
+    "GPUModelRunner._model_forward",
+    ("self",),
+    "begin: after zeroing, block copies and loads, before the first write",
+    BEFORE_FORWARD,
+)
+V1_SAMPLE = Method(
+    V1_RUNNER,
+    "GPUModelRunner._sample",
+    ("self", "logits", "spec_decode_metadata"),
+    "commit: the accepted drafts are known, and the drafter has not run",
+    AFTER_SAMPLING,
+)
+
+V2_COMMON = _runner(V2_RUNNER, "is_profiling?")  # vLLM 0.26 does not have it
+(
+    V2_GET_KV_CACHE_SPEC,
+    V2_INITIALIZE_KV_CACHE,
+    V2_PROFILE_RUN,
+    V2_EXECUTE_MODEL,
+    V2_SAMPLE_TOKENS,
+) = V2_COMMON
+V2_PREPARE_ATTN = Method(
+    V2_RUNNER,
+    "GPUModelRunner.prepare_attn",
+    ("self", "input_batch"),
+    "begin: the slots are known, and the forward has not started",
+    BEFORE_FORWARD,
+)
+V2_SAMPLE = Method(
+    V2_RUNNER,
+    "GPUModelRunner.sample",
+    ("self", "hidden_states", "input_batch", "grammar_output"),
+    "commit: num_rejected is known, and the output has not been copied",
+    AFTER_SAMPLING,
+)
+
+GET_KV_CACHE_CONFIGS = Method(
+    ENGINE_CORE,
+    "get_kv_cache_configs",
+    ("vllm_config", "kv_cache_specs", "available_memory"),
+    "vllm_config and the workers' layers are kept for the next call",
+    BLOCKS_RESERVED,
+)
+SCHEDULER_KV_CACHE_CONFIG = Method(
+    ENGINE_CORE,
+    "generate_scheduler_kv_cache_config",
+    ("kv_cache_configs",),
+    "mode stage: the scheduler gets a copy of its config with fewer blocks",
+    BLOCKS_RESERVED,
+)
+INITIALIZE_KV_CACHES = Method(
+    ENGINE_CORE,
+    "EngineCore._initialize_kv_caches",
+    ("self", "vllm_config"),
+    "the workers' KV caches are bound: they report the mode of each group",
+    READY_FIELD,
+)
+READY_RESPONSE = Method(
+    CORE_CLIENT,
+    "MPClient._apply_ready_response",
+    ("self", "payload"),
+    "that report is kept until the metrics are created",
+    READY_FIELD,
+)
+
+UPDATE_FROM_OUTPUT = Method(
+    SCHEDULER,
+    "Scheduler.update_from_output",
+    ("self", "scheduler_output", "model_runner_output"),
+    "a step's counters are compared with vLLM's, and leave with its SchedulerStats; "
+    "on_commit is called",
+    STEP_PROCESSED,
+)
+MAKE_SPEC_DECODING_STATS = Method(
+    SCHEDULER,
+    "Scheduler.make_spec_decoding_stats",
+    ("self", "spec_decoding_stats", "num_draft_tokens", "num_accepted_tokens"),
+    "replaced on the scheduler in steps whose SpecDecodingStats lacks drafts",
+    INVALID_COUNTED,
+    on_object=True,
+)
+RECORD = Method(
+    LOGGERS,
+    "PrometheusStatLogger.record",
+    ("self", "scheduler_stats", "iteration_stats", "mm_cache_stats", "engine_idx"),
+    "the report on each SchedulerStats is added to our metrics",
+    METRICS,
+)
+CREATE_METRICS = Method(
+    LOGGERS,
+    "PrometheusStatLogger.__init__",
+    ("self", "vllm_config", "engine_indexes"),
+    "it unregisters all vllm: metrics, so that ours are created after it",
+    METRICS,
+)
+
+SCHEDULE = Method(
+    SCHEDULER,
+    "Scheduler.schedule",
+    ("self",),
+    "a request's cache_salt and what it found in the cache are known",
+    REQUEST_DATA,
+    for_audit=True,
+)
+GET_OUTPUT = Method(
+    "vllm.v1.outputs",
+    "AsyncModelRunnerOutput.get_output",
+    ("self",),
+    "replaced on a step's output: findings are reported when vLLM reads it",
+    OUTPUT_READ,
+    for_audit=True,
+    on_object=True,
+)
+WAKE_UP = Method(
+    WORKER,
+    "Worker.wake_up",
+    ("self", "tags"),
+    "the content of the KV caches is lost",
+    CONTENT_LOST,
+    for_audit=True,
+)
+SHUTDOWN = Method(
+    WORKER,
+    "Worker.shutdown",
+    ("self",),
+    "the last log line, and the last state of the audit's file",
+    WORKER_ENDS,
+    for_audit=True,
+)
+START_LOAD_KV = Method(
+    OFFLOADING,
+    "OffloadingConnector.start_load_kv",
+    ("self", "forward_context"),
+    "the loads of this step are submitted here",
+    TRANSFERS,
+    for_audit=True,
+)
+
+# All of the above, in this order.
+METHODS = tuple(row for row in [*globals().values()] if isinstance(row, Method))
+
+# The V2 runner gets the same attributes as the V1 runner.
+_RUNNER = f"{V1_RUNNER}.GPUModelRunner"
+_SCHEDULER = f"{SCHEDULER}.Scheduler"
+_LOGGER = f"{LOGGERS}.PrometheusStatLogger"
+_SPEC = "vllm.v1.kv_cache_interface.KVCacheSpec"
+_CONFIG = "vllm.v1.kv_cache_interface.KVCacheConfig"
+_OUTPUT = "vllm.v1.outputs.ModelRunnerOutput"
+_SCHEDULED = "vllm.v1.core.sched.output.SchedulerOutput"
+CHANGES = (
+    Change(_RUNNER, "nwor_state", "the manager and the audit", UNWRAPPED),
+    Change(_RUNNER, "nwor_log_storage", "memory of the undo log", MEMORY_ANNOUNCED),
+    Change(_RUNNER, "nwor_audit_storage", "its memory", MEMORY_ANNOUNCED, True),
+    Change(_RUNNER, "nwor_audit", "the audit, for other threads", UNWRAPPED, True),
+    Change(
+        _RUNNER,
+        "nwor_ended_audit",
+        "an audit that failed: kernels may still write to its memory",
+        UNWRAPPED,
+        True,
+    ),
+    Change(
+        "vllm.v1.worker.block_table.BlockTable",
+        "contents on the device",
+        "mode stage: from before the attention metadata is built until commit, block "
+        "tables and slot mappings of a step name shadow blocks (V1, V2)",
+        BEFORE_FORWARD,
+    ),
+    Change(
+        _SPEC,
+        "nwor_verdict",
+        "which layers will have no shadow blocks; specs are frozen: object.__setattr__",
+        BLOCKS_RESERVED,
+    ),
+    Change(_CONFIG, "nwor_shadow", "the worker's shadow blocks", BLOCKS_RESERVED),
+    Change(
+        "vllm.v1.engine.EngineCoreReadyResponse",
+        "nwor_info",
+        "a field for the mode of each group; `__init__` is replaced to fill it",
+        READY_FIELD,
+    ),
+    Change(_OUTPUT, "nwor_stats", "the step's counters", FIELDS),
+    Change(_SCHEDULER, "nwor_stats", "sums of the counters", FIELDS),
+    Change(
+        "vllm.v1.metrics.stats.SchedulerStats",
+        "nwor_report",
+        "a field for the counters; a front end without NWOR ignores it",
+        FIELDS,
+    ),
+    Change(_LOGGER, "nwor_prometheus", "our metrics", METRICS),
+    Change(_SCHEDULED, "nwor_audit", "data of its new requests", REQUEST_DATA, True),
+    Change(
+        "vllm.v1.request.Request",
+        "nwor_num_preemptions",
+        "whether a request kept its blocks since its last step",
+        REQUEST_DATA,
+        True,
+    ),
+    Change(
+        "vllm.envs.environment_variables",
+        "an entry for each `VLLM_NWOR_*`",
+        "vLLM warns about variables that it does not know",
+        VARIABLES,
+    ),
+    Change(
+        "torch.ops._C_cache_ops",
+        "our ops and `nwor_library`",
+        "vLLM's namespace for ops on KV caches; `nwor_library` names their library",
+        IN_VLLM,
+    ),
+    Change(
+        "sys.meta_path",
+        "two finders",
+        "the import alias `vllm.v1.nwor`; hooks on the import of modules (wrapt)",
+        IN_VLLM,
+    ),
+    Change(
+        "sys.excepthook",
+        "a function, if a value of `VLLM_NWOR_*` is not allowed",
+        "the process ends with that sentence instead of a traceback",
+        VARIABLES,
+    ),
+)
+LEDGER = (*METHODS, *CHANGES)
+
+
+def rows_of(module: str) -> tuple[Method, ...]:
+    """The methods of a module of vLLM's that are wrapped."""
+    return tuple(row for row in METHODS if row.module == module)
