@@ -90,9 +90,9 @@ def on_commit(callback: Callback) -> Registration:
         raise NworConfigError(f"on_commit: {EMIT_METRICS} is 0; allowed is 1")
     if "vllm.v1.core.sched.scheduler" in sys.modules:
         from .hooks._wrap import is_installed
-        from .hooks.stats import UPDATE
+        from .hooks.ledger import UPDATE_FROM_OUTPUT
 
-        if not is_installed(UPDATE):
+        if not is_installed(UPDATE_FROM_OUTPUT):
             raise RuntimeError(
                 "on_commit: vLLM's scheduler was imported without NWOR's hook: the "
                 "mode was set too late, or VLLM_PLUGINS leaves nwor out"

@@ -158,7 +158,8 @@ def processes(timeout_s: float = TIMEOUT_S) -> Iterator[Line]:
 
 def hooks(vllm: Path) -> Iterator[Line]:
     try:
-        from .hooks.source import FACTS, Tree, files_of, mismatches
+        from .hooks.facts import FACTS, mismatches
+        from .hooks.source import Tree, files_of
 
         tree = Tree(files_of(vllm.parent))
         gone = [name for name, path in RUNNERS.items() if tree.read(path) is None]

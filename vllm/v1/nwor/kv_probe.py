@@ -13,19 +13,16 @@ start-up only: it allocates and waits for the device.
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from .hooks.backends import detached, writer_of
 from .kv_layout import KVLayout, LayoutRefused, packed_layout, row_layout, runs_of
 
 BACKGROUNDS = (0x00, 0xFF)
-# Attributes that an implementation derives from the first cache it sees.
-CACHE_DERIVED = ("_k_scale_cache", "_v_scale_cache")
 _WORD = 8  # bytes of an int64
 
 
@@ -44,7 +41,7 @@ def probe_layout(
     """
     rows = row_layout(kv_cache)
     scratch, raw = _scratch(kv_cache)
-    impl = _detached(layer.impl)
+    impl = detached(layer.impl)
     write = partial(_write, impl, layer, scratch, activation_dtype)
     # The first write may also prepare a cache it has not seen: TRITON_ATTN fills all
     # scales of a per-token-head cache with ones. That is not what a slot's write does.
@@ -62,15 +59,6 @@ def probe_layout(
     of_rows = map(row_layout(scratch).row_runs, range(block_size))
     are_rows = all(map(torch.equal, runs, of_rows))
     return rows if are_rows else packed_layout(runs, kv_cache)
-
-
-def _detached(impl: Any) -> Any:
-    """A copy of an implementation that has seen no cache yet."""
-    twin = copy.copy(impl)
-    for name in CACHE_DERIVED:
-        if hasattr(twin, name):
-            setattr(twin, name, None)
-    return twin
 
 
 def _scratch(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,28 +105,13 @@ def _differing(raw: torch.Tensor, background: int) -> torch.Tensor:
 def _write(
     impl: Any, layer: Any, scratch: torch.Tensor, dtype: torch.dtype, slot: int
 ) -> None:
-    """One token through the backend's writer; two signatures exist in vLLM."""
-    writer, kind = getattr(impl, "do_kv_cache_update", None), type(impl).__name__
-    if writer is None:
-        raise LayoutRefused(
-            f"{kind} has no do_kv_cache_update: it writes the cache inside its "
-            "forward, where it cannot be probed"
-        )
+    """One token through the backend's writer."""
+    write = writer_of(impl)
+    if isinstance(write, str):
+        raise LayoutRefused(write)
 
-    def payload(value: float, *shape: int) -> torch.Tensor:
+    def fill(value: float, *shape: int) -> torch.Tensor:
         return torch.full((1, *shape), value, dtype=dtype, device=scratch.device)
 
     slot_mapping = torch.tensor([slot], dtype=torch.int64, device=scratch.device)
-    params = tuple(inspect.signature(writer).parameters)
-    if params[:4] == ("kv_c_normed", "k_pe", "kv_cache", "slot_mapping"):
-        latent, rope = layer.kv_lora_rank, layer.qk_rope_head_dim
-        parts = payload(1.0, latent), payload(-2.0, 1, rope)
-        writer(*parts, scratch, slot_mapping, impl.kv_cache_dtype, layer._k_scale)
-    elif params == ("layer", "key", "value", "kv_cache", "slot_mapping"):
-        heads, size = layer.num_kv_heads, layer.head_size
-        size_v = getattr(layer, "head_size_v", size)
-        parts = payload(1.0, heads, size), payload(-2.0, heads, size_v)
-        writer(layer, *parts, scratch, slot_mapping)
-    else:
-        has = f"{kind}.do_kv_cache_update has parameters ({', '.join(params)})"
-        raise LayoutRefused(f"{has}, which no probe knows")
+    write(impl, layer, fill, scratch, slot_mapping)

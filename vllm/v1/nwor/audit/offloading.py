@@ -20,18 +20,8 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
-from ..hooks._wrap import HookTarget, Wrapped, install_all, is_installed
-
-MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
-
-LOADS = HookTarget(
-    MODULE,
-    "OffloadingConnector.start_load_kv",
-    ("self", "forward_context"),
-    why="audit: loads decided in this step are submitted here",
-    delete_when="KV connectors announce which blocks they are about to fill",
-)
-LEDGER = (LOADS,)
+from ..hooks._wrap import Wrapped, install_all, is_installed
+from ..hooks.ledger import START_LOAD_KV
 
 NAME = "OffloadingConnector"
 
@@ -42,12 +32,12 @@ _audited: WeakSet[Any] = WeakSet()
 
 def install(module: ModuleType) -> None:
     """Wraps the connector in `module`. Raises HostMismatch."""
-    install_all(module, {LOADS: _loads})
+    install_all(module, {START_LOAD_KV: _loads})
 
 
 def is_hooked() -> bool:
     """Whether the audits of this process see what the connector reads and fills."""
-    return is_installed(LOADS)
+    return is_installed(START_LOAD_KV)
 
 
 def watch(runner: Any) -> None:

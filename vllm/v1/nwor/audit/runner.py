@@ -25,8 +25,9 @@ import torch
 
 from ..config import AuditMode, NworConfig
 from ..draft_manager import NworError
-from ..hooks._wrap import HookTarget, Wrapped, argument, install_all
+from ..hooks._wrap import Wrapped, argument, install_all
 from ..hooks.layers import error_text
+from ..hooks.ledger import SHUTDOWN, WAKE_UP
 from ..report import MAX_IN_FLIGHT, NOTHING, News
 from ..window import Acceptance, NumRejected, SampledIds, Undone
 from . import offloading, startup
@@ -36,21 +37,6 @@ from .state import Audit, Batch
 
 logger = logging.getLogger("vllm.v1.nwor")
 
-WAKE_UP = HookTarget(
-    "vllm.v1.worker.gpu_worker",
-    "Worker.wake_up",
-    ("self", "tags"),
-    why="audit: the caches' content is another one",
-    delete_when="vLLM notifies plugins that a KV cache lost its content",
-)
-SHUTDOWN = HookTarget(
-    "vllm.v1.worker.gpu_worker",
-    "Worker.shutdown",
-    ("self",),
-    why="audit: its last line, and the last state of its file",
-    delete_when="vLLM notifies plugins that a worker ends",
-)
-LEDGER = (WAKE_UP, SHUTDOWN)
 
 # As Audit.resolve: cu_num_logits and the acceptance.
 Kept = tuple[torch.Tensor | None, Acceptance | None]

@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from ..config import NworConfig
-from ..hooks._wrap import HookTarget, Wrapped, install_all
-from ..hooks.stats import SCHEDULER
+from ..hooks._wrap import Wrapped, install_all
+from ..hooks.ledger import SCHEDULE
 from ..metrics import create, log_once
 from .findings import CLASSES
 
@@ -26,14 +26,6 @@ COUNTERS = {
     "steps": "Steps that the KV audit has looked at; reported once a second.",
     "unverified": "Slots that a request took over and that cannot be audited.",
 }
-SCHEDULE = HookTarget(
-    SCHEDULER,
-    "Scheduler.schedule",
-    ("self",),
-    why="audit: a request's cache_salt and what it found in the cache are known here",
-    delete_when="NewRequestData has both",
-)
-LEDGER = (SCHEDULE,)
 
 
 def install(module: ModuleType) -> None:

@@ -19,30 +19,14 @@ from typing import Any, NamedTuple
 
 from ..config import Mode, NworConfig
 from ..shadow_blocks import ShadowRegion, blocks_per_seat
-from ._wrap import HookTarget, argument, install_all
+from ._wrap import argument, install_all
+from .ledger import GET_KV_CACHE_CONFIGS, SCHEDULER_KV_CACHE_CONFIG
 
 logger = logging.getLogger("vllm.v1.nwor")
 
-MODULE = "vllm.v1.engine.core"
 # Part of all blocks that shadow blocks may take, unless VLLM_NWOR_SHADOW_BLOCKS says.
 DEFAULT_SHARE = 0.05
-RESERVED = "vLLM lets plugins reserve KV blocks"
 
-CONFIGS = HookTarget(
-    MODULE,
-    "get_kv_cache_configs",
-    ("vllm_config", "kv_cache_specs", "available_memory"),
-    why="its vllm_config and the workers' layers are kept for the call that follows",
-    delete_when=RESERVED,
-)
-SCHEDULER_CONFIG = HookTarget(
-    MODULE,
-    "generate_scheduler_kv_cache_config",
-    ("kv_cache_configs",),
-    why="the one place that has the workers' configs and makes the scheduler's: shadow "
-    "blocks are taken from the scheduler's number of blocks",
-    delete_when=RESERVED,
-)
 
 # Speculative methods whose drafters do not say which cached layers are their own.
 REFUSED_METHODS = {
@@ -108,7 +92,7 @@ def install(module: ModuleType) -> None:
     """Wraps the engine core in `module`. Raises HostMismatch."""
     from . import info  # imports this module
 
-    install_all(module, LEDGER)
+    install_all(module, WRAPPERS)
     info.install(module)
 
 
@@ -181,14 +165,16 @@ _starting: list[tuple[Any, Sequence[Mapping[str, Any]]]] = []
 
 def _get_kv_cache_configs(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
     names = ("vllm_config", "kv_cache_specs")
-    vllm_config, specs = (argument(CONFIGS, name, args, kwargs) for name in names)
+    vllm_config, specs = (
+        argument(GET_KV_CACHE_CONFIGS, name, args, kwargs) for name in names
+    )
     _starting[:] = [(vllm_config, specs)]
     return wrapped(*args, **kwargs)
 
 
 def _scheduler_config(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
     scheduler_config = wrapped(*args, **kwargs)
-    workers = argument(SCHEDULER_CONFIG, "kv_cache_configs", args, kwargs)
+    workers = argument(SCHEDULER_KV_CACHE_CONFIG, "kv_cache_configs", args, kwargs)
     vllm_config, specs = _starting.pop() if _starting else (None, ())
     config = NworConfig.from_env()
     if config.mode is not Mode.STAGE or vllm_config is None:
@@ -330,4 +316,7 @@ def _lower(scheduler_config: Any, num_shadow_blocks: int) -> None:
     scheduler_config.num_blocks = after
 
 
-LEDGER = {CONFIGS: _get_kv_cache_configs, SCHEDULER_CONFIG: _scheduler_config}
+WRAPPERS = {
+    GET_KV_CACHE_CONFIGS: _get_kv_cache_configs,
+    SCHEDULER_KV_CACHE_CONFIG: _scheduler_config,
+}

@@ -21,41 +21,24 @@ from typing import Any
 
 from .. import metrics
 from ..config import Mode, NworConfig
-from ._wrap import HookTarget, HostMismatch, argument, install_all
+from ._wrap import HostMismatch, argument, install_all
+from .ledger import ENGINE_CORE, INITIALIZE_KV_CACHES, READY_RESPONSE
 from .stats import extend
 
 logger = logging.getLogger("vllm.v1.nwor")
 
-CORE = "vllm.v1.engine.core"
-CLIENT = "vllm.v1.engine.core_client"
 ENGINE = "vllm.v1.engine"
 FIELD = "nwor_info"
-HAS_FIELDS = "EngineCoreReadyResponse has a field for extensions"
-
-CACHES = HookTarget(
-    CORE,
-    "EngineCore._initialize_kv_caches",
-    ("self", "vllm_config"),
-    why="the workers' KV caches are bound: they say what became of each group",
-    delete_when=HAS_FIELDS,
-)
-READY = HookTarget(
-    CLIENT,
-    "MPClient._apply_ready_response",
-    ("self", "payload"),
-    why="what the engine core says when it is ready, before metrics are created",
-    delete_when=HAS_FIELDS,
-)
 
 
 def install(module: ModuleType) -> None:
-    """Wraps what LEDGER has of `module`. Raises HostMismatch only under
+    """Wraps what WRAPPERS has of `module`. Raises HostMismatch only under
     VLLM_NWOR_STRICT: the rest of NWOR does not need this."""
     config = NworConfig.from_env()
     try:
-        if module.__name__ == CORE:
+        if module.__name__ == ENGINE_CORE:
             _extend_response(import_module(ENGINE).EngineCoreReadyResponse)
-        install_all(module, LEDGER)
+        install_all(module, WRAPPERS)
     except (AttributeError, HostMismatch) as error:
         if config.strict:
             raise
@@ -107,7 +90,7 @@ def _apply_ready_response(wrapped: Any, client: Any, args: Any, kwargs: Any) -> 
     try:
         import msgspec
 
-        if payload := argument(READY, "payload", args, kwargs):
+        if payload := argument(READY_RESPONSE, "payload", args, kwargs):
             found = msgspec.msgpack.decode(payload).get(FIELD) or {}
             for engine, rows in found.items():
                 metrics.keep_info(int(engine), rows)
@@ -122,4 +105,7 @@ def _failed(error: Exception) -> None:
     metrics.log_once("no vllm:nwor_info before the first request", repr(error))
 
 
-LEDGER = {CACHES: _initialize_kv_caches, READY: _apply_ready_response}
+WRAPPERS = {
+    INITIALIZE_KV_CACHES: _initialize_kv_caches,
+    READY_RESPONSE: _apply_ready_response,
+}

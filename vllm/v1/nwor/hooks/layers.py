@@ -17,25 +17,14 @@ from vllm.v1 import kv_cache_interface as kv
 from ..kv_layout import KVLayout, LayoutRefused
 from ..kv_probe import probe_layout
 from ..layer_tables import NARROW_POISON, POISON, LayerCache
+from .backends import (
+    DRAFT_LAYER_ATTRIBUTES,
+    FP8_CACHE_DTYPES,
+    REFUSED_CACHE_DTYPES,
+    REFUSED_IMPLS,
+)
 
 logger = logging.getLogger("vllm.v1.nwor")
-
-# Drafters that have attention layers of their own say which in this attribute
-# (a V1 drafter, a V2 speculator); the others have none.
-DRAFT_LAYER_ATTRIBUTES = ("_draft_attn_layer_names", "draft_attn_layer_names")
-
-
-# Caches whose bytes of one slot do not lie together, although their shapes look so:
-# refused before anything is written to find out. By KV-cache type, then by the start of
-# the implementation's class name.
-REFUSED_CACHE_DTYPES = {
-    "nvfp4": "keeps the scales of a block apart from its data, swizzled by four slots",
-    "nvfp4_4over6": "keeps the scales of a block apart from its data",
-}
-REFUSED_IMPLS = {
-    "Rocm": "packs the slots of a block element by element",
-    "Aiter": "packs the slots of a block in tiles",
-}
 
 
 class GroupRefused(ValueError):
@@ -106,10 +95,6 @@ def _target_layers_of(
         poison = _poison(layer.impl, kv_cache)
         layers.append(LayerCache(name, kv_cache, layout, poison))
     return layers
-
-
-# KV-cache types of one byte for each number, and nothing else in a slot.
-FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")
 
 
 def _poison(impl: Any, kv_cache: torch.Tensor) -> int:

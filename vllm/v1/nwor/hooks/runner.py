@@ -9,7 +9,7 @@ profiles, when the caches are bound.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
@@ -26,46 +26,18 @@ from ._wrap import HookTarget, HostMismatch, Wrapped, Wrapper, install_all
 
 
 def common(
-    module: str, *initialize_params: str, reuses_metadata: bool
+    rows: Sequence[HookTarget], *, reuses_metadata: bool
 ) -> dict[HookTarget, Wrapper]:
-    """What is wrapped on both runners. reuses_metadata: as staging.mark_layers."""
-
-    def row(name: str, *params: str, why: str, until: str) -> HookTarget:
-        return HookTarget(
-            module, f"GPUModelRunner.{name}", ("self", *params), why, until
-        )
-
-    return {
-        row(
-            "get_kv_cache_spec",
-            why="no shadow blocks are reserved for layers that are known to be refused",
-            until="vLLM lets plugins reserve KV blocks",
-        ): partial(get_kv_cache_spec, reuses_metadata=reuses_metadata),
-        row(
-            "initialize_kv_cache",
-            *("kv_cache_config", *initialize_params),
-            why="the caches are bound here: probe them, fill the tables",
-            until="vLLM offers a callback once KV caches are bound",
-        ): initialize_kv_cache,
-        row(
-            "profile_run",
-            why="the log's memory is taken while vLLM measures what is left for the KV "
-            "cache",
-            until="vLLM lets plugins announce memory they need",
-        ): profile_run,
-        row(
-            "execute_model",
-            "scheduler_output",
-            why="a step starts: a log left by a failed step is dropped",
-            until="vLLM notifies a runner that a step was abandoned",
-        ): execute_model,
-        row(
-            "sample_tokens",
-            "grammar_output",
-            why="the step's output carries the counts to the scheduler",
-            until="ModelRunnerOutput has a field for extensions",
-        ): sample_tokens,
-    }
+    """The wrappers that both runners have. rows: V1_COMMON or V2_COMMON.
+    reuses_metadata: as staging.mark_layers."""
+    wrappers = (
+        partial(get_kv_cache_spec, reuses_metadata=reuses_metadata),
+        initialize_kv_cache,
+        profile_run,
+        execute_model,
+        sample_tokens,
+    )
+    return dict(zip(rows, wrappers, strict=True))
 
 
 @dataclass(eq=False)

@@ -26,38 +26,15 @@ from typing import Any
 
 from ..hooks import runner as shared
 from ..window import SampledIds, VerificationWindows
-from ._wrap import HookTarget, Wrapped, argument
+from ._wrap import Wrapped, argument
+from .ledger import V1_COMMON, V1_MODEL_FORWARD, V1_SAMPLE, V1_SPEC_DECODE_METADATA
 
-MODULE = "vllm.v1.worker.gpu_model_runner"
-
-COMMON = shared.common(MODULE, "is_profiling", reuses_metadata=False)
-METADATA = HookTarget(
-    MODULE,
-    "GPUModelRunner._calc_spec_decode_metadata",
-    ("self", "num_draft_tokens", "cu_num_scheduled_tokens"),
-    why="which rows are drafts is known; shadow blocks have to be in the tables before "
-    "attention metadata is built from them",
-    delete_when="vLLM has a callback before attention metadata is built",
-)
-FORWARD = HookTarget(
-    MODULE,
-    "GPUModelRunner._model_forward",
-    ("self",),
-    why="begin: after zeroing, block copies and loads, before the first write",
-    delete_when="vLLM has a pre-forward callback for real steps",
-)
-SAMPLE = HookTarget(
-    MODULE,
-    "GPUModelRunner._sample",
-    ("self", "logits", "spec_decode_metadata"),
-    why="commit: the first moment the accepted drafts are known, before the drafter",
-    delete_when="vLLM has a callback after rejection sampling",
-)
+COMMON = shared.common(V1_COMMON, reuses_metadata=False)
 
 
 def install(module: ModuleType) -> None:
     """Wraps the V1 runner in `module`. Raises HostMismatch if it is not as expected."""
-    shared.install(module, LEDGER)
+    shared.install(module, WRAPPERS)
 
 
 def _calc_spec_decode_metadata(
@@ -114,18 +91,18 @@ def _sample(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
             SampledIds(output.sampled_token_ids, runner.input_batch.vocab_size)
         )
     elif state.manager is not None:
-        metadata = argument(SAMPLE, "spec_decode_metadata", args, kwargs)
+        metadata = argument(V1_SAMPLE, "spec_decode_metadata", args, kwargs)
         num_drafts = 0 if metadata is None else sum(metadata.num_draft_tokens)
         state.manager.end_unlogged(num_drafts)
     if (audit := state.audit) is not None:
-        metadata = argument(SAMPLE, "spec_decode_metadata", args, kwargs)
+        metadata = argument(V1_SAMPLE, "spec_decode_metadata", args, kwargs)
         audit.resolve(runner, output, metadata, is_open)
     return output
 
 
-LEDGER = {
+WRAPPERS = {
     **COMMON,
-    METADATA: _calc_spec_decode_metadata,
-    FORWARD: _model_forward,
-    SAMPLE: _sample,
+    V1_SPEC_DECODE_METADATA: _calc_spec_decode_metadata,
+    V1_MODEL_FORWARD: _model_forward,
+    V1_SAMPLE: _sample,
 }

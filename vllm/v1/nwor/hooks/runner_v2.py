@@ -29,31 +29,15 @@ from typing import Any
 
 from ..hooks import runner as shared
 from ..window import NumRejected, VerificationWindows
-from ._wrap import HookTarget, Wrapped, argument
+from ._wrap import Wrapped, argument
+from .ledger import V2_COMMON, V2_PREPARE_ATTN, V2_SAMPLE
 
-MODULE = "vllm.v1.worker.gpu.model_runner"
-
-# vLLM 0.26 has no is_profiling here.
-COMMON = shared.common(MODULE, "is_profiling?", reuses_metadata=True)
-PREPARE = HookTarget(
-    MODULE,
-    "GPUModelRunner.prepare_attn",
-    ("self", "input_batch"),
-    why="begin: the slots are known and the forward has not started",
-    delete_when="vLLM has a pre-forward callback for real steps",
-)
-SAMPLE = HookTarget(
-    MODULE,
-    "GPUModelRunner.sample",
-    ("self", "hidden_states", "input_batch", "grammar_output"),
-    why="commit: the first moment num_rejected is known, before the output copy",
-    delete_when="vLLM has a callback after rejection sampling",
-)
+COMMON = shared.common(V2_COMMON, reuses_metadata=True)
 
 
 def install(module: ModuleType) -> None:
     """Wraps the V2 runner in `module`. Raises HostMismatch if it is not as expected."""
-    shared.install(module, LEDGER)
+    shared.install(module, WRAPPERS)
 
 
 def _prepare_attn(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
@@ -95,16 +79,16 @@ def _sample(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     if is_open:
         state.manager.commit(NumRejected(result[2]))
     elif state.manager is not None:
-        batch = argument(SAMPLE, "input_batch", args, kwargs)
+        batch = argument(V2_SAMPLE, "input_batch", args, kwargs)
         state.manager.end_unlogged(batch.num_draft_tokens)
     if (audit := state.audit) is not None:
-        batch = argument(SAMPLE, "input_batch", args, kwargs)
+        batch = argument(V2_SAMPLE, "input_batch", args, kwargs)
         audit.resolve(runner, result, batch, is_open)
     return result
 
 
-LEDGER = {
+WRAPPERS = {
     **COMMON,
-    PREPARE: _prepare_attn,
-    SAMPLE: _sample,
+    V2_PREPARE_ATTN: _prepare_attn,
+    V2_SAMPLE: _sample,
 }

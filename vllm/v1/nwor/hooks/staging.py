@@ -10,6 +10,7 @@ from typing import Any
 
 from ..layer_tables import LayerCache
 from ..shadow_blocks import StagedGroup
+from .backends import VIEWING_BACKENDS
 from .engine_core import VERDICT, LayerVerdict, copies_refusal, stage_refusal
 from .layers import draft_layer_names, entry_tokens, error_text, layer_refusal
 
@@ -17,17 +18,6 @@ logger = logging.getLogger("vllm.v1.nwor")
 
 # Entries of a block table that a window can have in shadow: kMaxSpan of shadow_cuda.cu.
 MAX_SPAN = 64
-
-# Backends whose metadata holds block table and slots as they are, so that a V2 drafter,
-# which reads them again later in the step, finds them put back. The others copy.
-VIEWING_BACKENDS = (
-    "FLASH_ATTN",
-    "TRITON_ATTN",
-    "TRITON_MLA",
-    "FLASH_ATTN_MLA",
-    "FLASHMLA",
-    "CUTLASS_MLA",
-)
 
 
 def mark_layers(runner: Any, specs: Mapping[str, Any], reuses_metadata: bool) -> None:

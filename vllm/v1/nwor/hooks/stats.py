@@ -29,51 +29,26 @@ from typing import Any
 from .. import commits
 from ..config import AuditMode, Mode, NworConfig
 from ..metrics import Counted, NworPrometheus, NworStats, log_once
-from ._wrap import HookTarget, HostMismatch, argument, install_all
+from ._wrap import HostMismatch, argument, install_all
 from .engine_core import block_sizes
+from .ledger import (
+    CREATE_METRICS,
+    MAKE_SPEC_DECODING_STATS,
+    RECORD,
+    UPDATE_FROM_OUTPUT,
+)
 
-SCHEDULER = "vllm.v1.core.sched.scheduler"
-LOGGERS = "vllm.v1.metrics.loggers"
 STATS = "vllm.v1.metrics.stats"
-
-UPDATE = HookTarget(
-    SCHEDULER,
-    "Scheduler.update_from_output",
-    ("self", "scheduler_output", "model_runner_output"),
-    why="a step's output meets what the scheduler counts; the report leaves with it",
-    delete_when="ModelRunnerOutput and SchedulerStats have fields for extensions",
-)
-COUNT = HookTarget(
-    SCHEDULER,
-    "Scheduler.make_spec_decoding_stats",
-    ("self", "spec_decoding_stats", "num_draft_tokens", "num_accepted_tokens"),
-    why="replaced in steps whose SpecDecodingStats lacks (grammar-invalid) drafts",
-    delete_when="SpecDecodingStats counts grammar-invalid drafts, too",
-)
-RECORD = HookTarget(
-    LOGGERS,
-    "PrometheusStatLogger.record",
-    ("self", "scheduler_stats", "iteration_stats", "mm_cache_stats", "engine_idx"),
-    why="each SchedulerStats comes by here: its report is added to our counters",
-    delete_when="vLLM hands each SchedulerStats to plugins",
-)
-CREATE = HookTarget(
-    LOGGERS,
-    "PrometheusStatLogger.__init__",
-    ("self", "vllm_config", "engine_indexes"),
-    why="it unregisters all vllm: metrics, so that ours must be created after it",
-    delete_when="vLLM has a registry of metrics for plugins",
-)
 
 
 def install(module: ModuleType) -> None:
-    """Wraps what LEDGER has of `module`, unless VLLM_NWOR_EMIT_METRICS is 0, and gives
+    """Wraps what WRAPPERS has of `module`, unless VLLM_NWOR_EMIT_METRICS is 0; gives
     SchedulerStats its field. Raises HostMismatch if it is not as expected; nothing was
     wrapped then."""
     if NworConfig.from_env().emit_metrics:
         cls = getattr(import_module(STATS), "SchedulerStats", None)
         extend(cls, f"{STATS}.SchedulerStats", "nwor_report")
-        install_all(module, LEDGER)
+        install_all(module, WRAPPERS)
 
 
 def extend(cls: Any, place: str, name: str) -> None:
@@ -238,5 +213,10 @@ def _failed(what: str, error: Exception, stats: NworStats | None = None) -> None
         log_once(what, repr(error))
 
 
-# COUNT is not wrapped: steps replace it themselves.
-LEDGER = {UPDATE: _update_from_output, COUNT: None, RECORD: _record, CREATE: _create}
+# MAKE_SPEC_DECODING_STATS is not wrapped: steps replace it on the scheduler.
+WRAPPERS = {
+    UPDATE_FROM_OUTPUT: _update_from_output,
+    MAKE_SPEC_DECODING_STATS: None,
+    RECORD: _record,
+    CREATE_METRICS: _create,
+}
