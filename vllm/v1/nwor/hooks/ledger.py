@@ -298,26 +298,27 @@ START_LOAD_KV = HookTarget(
 # All of the above, in this order.
 METHODS = tuple(row for row in [*globals().values()] if isinstance(row, HookTarget))
 
-# The V2 runner gets the same attributes as the V1 runner.
-_RUNNER = f"{V1_RUNNER}.GPUModelRunner"
-_SCHEDULER = f"{SCHEDULER}.Scheduler"
-_LOGGER = f"{LOGGERS}.PrometheusStatLogger"
-_SPEC = "vllm.v1.kv_cache_interface.KVCacheSpec"
-_CONFIG = "vllm.v1.kv_cache_interface.KVCacheConfig"
-_OUTPUT = "vllm.v1.outputs.ModelRunnerOutput"
-_SCHEDULED = "vllm.v1.core.sched.output.SchedulerOutput"
+
+def _attributes(runner: str) -> tuple[Change, ...]:
+    """What both model runners get."""
+    return (
+        Change(runner, "nwor_state", "the manager and the audit", UNWRAPPED),
+        Change(runner, "nwor_log_storage", "memory of the undo log", MEMORY_ANNOUNCED),
+        Change(runner, "nwor_audit_storage", "its memory", MEMORY_ANNOUNCED, True),
+        Change(runner, "nwor_audit", "the audit, for other threads", UNWRAPPED, True),
+        Change(
+            runner,
+            "nwor_ended_audit",
+            "an audit that failed: kernels may still write to its memory",
+            UNWRAPPED,
+            True,
+        ),
+    )
+
+
 CHANGES = (
-    Change(_RUNNER, "nwor_state", "the manager and the audit", UNWRAPPED),
-    Change(_RUNNER, "nwor_log_storage", "memory of the undo log", MEMORY_ANNOUNCED),
-    Change(_RUNNER, "nwor_audit_storage", "its memory", MEMORY_ANNOUNCED, True),
-    Change(_RUNNER, "nwor_audit", "the audit, for other threads", UNWRAPPED, True),
-    Change(
-        _RUNNER,
-        "nwor_ended_audit",
-        "an audit that failed: kernels may still write to its memory",
-        UNWRAPPED,
-        True,
-    ),
+    *_attributes(f"{V1_RUNNER}.GPUModelRunner"),
+    *_attributes(f"{V2_RUNNER}.GPUModelRunner"),
     Change(
         "vllm.v1.worker.block_table.BlockTable",
         "contents on the device",
@@ -326,28 +327,39 @@ CHANGES = (
         BEFORE_FORWARD,
     ),
     Change(
-        _SPEC,
+        "vllm.v1.kv_cache_interface.KVCacheSpec",
         "nwor_verdict",
         "which layers will have no shadow blocks; specs are frozen: object.__setattr__",
         BLOCKS_RESERVED,
     ),
-    Change(_CONFIG, "nwor_shadow", "the worker's shadow blocks", BLOCKS_RESERVED),
+    Change(
+        "vllm.v1.kv_cache_interface.KVCacheConfig",
+        "nwor_shadow",
+        "a worker's shadow blocks",
+        BLOCKS_RESERVED,
+    ),
     Change(
         "vllm.v1.engine.EngineCoreReadyResponse",
         "nwor_info",
         "a field for the mode of each group; `__init__` is replaced to fill it",
         READY_FIELD,
     ),
-    Change(_OUTPUT, "nwor_stats", "the step's counters", FIELDS),
-    Change(_SCHEDULER, "nwor_stats", "sums of the counters", FIELDS),
+    Change("vllm.v1.outputs.ModelRunnerOutput", "nwor_stats", "counters", FIELDS),
+    Change(f"{SCHEDULER}.Scheduler", "nwor_stats", "sums of counters", FIELDS),
     Change(
         "vllm.v1.metrics.stats.SchedulerStats",
         "nwor_report",
         "a field for the counters; a front end without NWOR ignores it",
         FIELDS,
     ),
-    Change(_LOGGER, "nwor_prometheus", "our metrics", METRICS),
-    Change(_SCHEDULED, "nwor_audit", "data of its new requests", REQUEST_DATA, True),
+    Change(f"{LOGGERS}.PrometheusStatLogger", "nwor_prometheus", "metrics", METRICS),
+    Change(
+        "vllm.v1.core.sched.output.SchedulerOutput",
+        "nwor_audit",
+        "what only the scheduler knows about its new requests",
+        REQUEST_DATA,
+        True,
+    ),
     Change(
         "vllm.v1.request.Request",
         "nwor_num_preemptions",
@@ -357,7 +369,7 @@ CHANGES = (
     ),
     Change(
         "vllm.envs.environment_variables",
-        "an entry for each `VLLM_NWOR_*`",
+        "entries for `VLLM_NWOR_*`",
         "vLLM warns about variables that it does not know",
         VARIABLES,
     ),
@@ -375,7 +387,7 @@ CHANGES = (
     ),
     Change(
         "sys.excepthook",
-        "a function, if a value of `VLLM_NWOR_*` is not allowed",
+        "replaced if a value of `VLLM_NWOR_*` is not allowed",
         "the process ends with that sentence instead of a traceback",
         VARIABLES,
     ),
