@@ -15,8 +15,9 @@ from typing import Any
 
 import yaml
 
+from vllm_nwor.hooks.versions import VERSIONS
+
 _KNOWN = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text("utf-8"))
-VERSIONS: list[str] = _KNOWN["versions"]
 # What people ask for, tested or not; other names in results come after these.
 NAMES: dict[str, list[str]] = _KNOWN["names"]
 HEADS: dict[str, str] = _KNOWN["heads"]

@@ -5,7 +5,7 @@
     python tools/apply_to_vllm.py TREE [--check | --revert | --series FOLDER]
 
 TREE is what has `vllm/` in it: a checkout, or site-packages. It gets vllm/v1/nwor, a
-call of plugin.hook_module at the end of each module that a LEDGER names, and our
+call of plugin.hook_module at the end of each module that the ledger names, and our
 variables in envs.py; a checkout also csrc/nwor and what builds it, in CMakeLists.txt
 and setup.py, and any other TREE the library built here. Each line in a file of vLLM's
 ends with MARK.
@@ -53,15 +53,9 @@ if "vllm_nwor" not in sys.modules:
 from benchmarks.files import write_whole  # noqa: E402
 
 from vllm_nwor.config import ENV_NAMES  # noqa: E402
-from vllm_nwor.hooks._wrap import HookTarget  # noqa: E402
-from vllm_nwor.hooks.source import (  # noqa: E402
-    FACTS,
-    HOOKED,
-    Tree,
-    files_of,
-    ledger,
-    mismatches,
-)
+from vllm_nwor.hooks.facts import FACTS, mismatches  # noqa: E402
+from vllm_nwor.hooks.ledger import rows_of  # noqa: E402
+from vllm_nwor.hooks.source import Tree, files_of  # noqa: E402
 from vllm_nwor.plugin import AUDIT_HOOKS, HOOKS  # noqa: E402
 
 MARK = "  # nwor"
@@ -130,13 +124,6 @@ def our_lines() -> Iterator[Line]:
 
 def hooking(module: str) -> str:
     return f"nwor: hook {module}"
-
-
-def rows_of(module: str) -> list[HookTarget]:
-    """What LEDGERs have of a module of vLLM's."""
-    # A file may wrap in another one's module, too.
-    rows = dict.fromkeys(row for name in HOOKED for row in ledger(name))
-    return [row for row in rows if row.module == module]
 
 
 def split_marked(text: str) -> tuple[str, Marked]:

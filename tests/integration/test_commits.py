@@ -46,6 +46,7 @@ from tests.helpers.sessions import draft_rightly, play
 from vllm_nwor import Commit, commits, plugin
 from vllm_nwor.config import NworConfigError
 from vllm_nwor.hooks import _wrap, stats
+from vllm_nwor.hooks.ledger import SCHEDULER
 
 BLOCK = 16
 NUM_BLOCKS = 24
@@ -451,9 +452,9 @@ def test_where_no_step_is_counted_it_is_refused(
 def test_a_scheduler_without_the_hook_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """VLLM_PLUGINS that leaves nwor out, for one."""
     monkeypatch.setattr(_wrap, "_hooks", [])
-    monkeypatch.setitem(sys.modules, stats.SCHEDULER, ModuleType(stats.SCHEDULER))
+    monkeypatch.setitem(sys.modules, SCHEDULER, ModuleType(SCHEDULER))
 
     with pytest.raises(RuntimeError, match="imported without NWOR's hook"):
         vllm_nwor.on_commit(print)
-    monkeypatch.delitem(sys.modules, stats.SCHEDULER)
+    monkeypatch.delitem(sys.modules, SCHEDULER)
     vllm_nwor.on_commit(print).remove()  # it will be hooked when it is imported

@@ -188,7 +188,7 @@ class OtherSignatureImpl:
 
 PADDED = torch.zeros(BLOCKS, HEADS, SLOTS + 1, 2 * DIM)[:, :, :SLOTS]
 FIVE, TURNED = torch.zeros(2, 3, 4, 5, 6), torch.zeros(4, 3, 8, 6).transpose(2, 3)
-PARAMETERS = r"has parameters \(layer, key, kv_cache\), which no probe knows"
+PARAMETERS = r"has parameters \(layer, key, kv_cache\); supported are"
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ import vllm_nwor.metrics as metrics
 from vllm_nwor import commits
 from vllm_nwor.hooks import info, stats
 from vllm_nwor.hooks._wrap import HostMismatch
+from vllm_nwor.hooks.ledger import LOGGERS, SCHEDULER
 from vllm_nwor.metrics import COUNTERS, FALLBACKS, SERIES, GroupInfo, NworPrometheus
 from vllm_nwor.report import StepPayload
 
@@ -181,7 +182,7 @@ def hooked(name, cls):
 
 
 def hooked_scheduler(**arguments):
-    return hooked(stats.SCHEDULER, Scheduler)(**arguments)
+    return hooked(SCHEDULER, Scheduler)(**arguments)
 
 
 def run(scheduler, step, payload="truth", invalid=None, **more_drafts):
@@ -484,7 +485,7 @@ class FrontEnd:
             ):
                 self.recorded.append(scheduler_stats)
 
-        self.make = hooked(stats.LOGGERS, PrometheusStatLogger)
+        self.make = hooked(LOGGERS, PrometheusStatLogger)
         self.engines = engines or (0,)
         self.start()
 

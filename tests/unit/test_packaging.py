@@ -27,7 +27,7 @@ import wrapt
 from docker.utils import exclude_paths
 
 import vllm_nwor
-from vllm_nwor.plugin import TRIED_VLLM_VERSIONS
+from vllm_nwor.hooks.versions import VERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "vllm" / "v1" / "nwor"
@@ -310,7 +310,7 @@ def test_an_image_copies_all_that_a_wheel_is_built_of(name, sdist):
 def test_the_gpu_image_is_of_a_vllm_that_was_tried_and_compiles_as_the_sources_do():
     text = (DOCKER / "Dockerfile").read_text()
     arguments = dict(re.findall(r'^ARG (\w+)="?([^"\n]+)', text, re.MULTILINE))
-    assert arguments["VLLM_VERSION"].removeprefix("v") in TRIED_VLLM_VERSIONS
+    assert arguments["VLLM_VERSION"].removeprefix("v") in VERSIONS
     cmake = (ROOT / "csrc" / "nwor" / "cuda.cmake").read_text()
     assert f'set(NWOR_CUDA_ARCHS "{arguments["NWOR_CUDA_ARCHS"]}"' in cmake
 

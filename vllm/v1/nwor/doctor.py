@@ -27,7 +27,8 @@ from pathlib import Path
 
 from . import __version__
 from .config import AUDIT, ENV_NAMES, MODE, NworConfig, NworConfigError
-from .plugin import TRIED_VLLM_VERSIONS, used_package
+from .hooks.versions import VERSIONS
+from .plugin import used_package
 
 # (whether it is in order, what it is about, what there is to say)
 Line = tuple[bool, str, str]
@@ -59,8 +60,8 @@ def versions(vllm: Path | None) -> Iterator[Line]:
         text = file.read_text() if file.is_file() else ""
         found = re.search(r"^__version__.*?['\"]([^'\"]+)", text, re.MULTILINE)
         version = found[1] if found else "unknown"
-        is_tried = version.split("+")[0] in TRIED_VLLM_VERSIONS
-        tried = "" if is_tried else f" (tried: {', '.join(TRIED_VLLM_VERSIONS)})"
+        is_tried = version.split("+")[0] in VERSIONS
+        tried = "" if is_tried else f" (tried: {', '.join(VERSIONS)})"
         yield True, "vllm", f"{version}{tried}, {vllm}"
     is_forks = __package__ == "vllm.v1.nwor"  # whose modules call us by themselves
     for name in ("torch",) if is_forks else ("torch", "wrapt"):
@@ -158,7 +159,8 @@ def processes(timeout_s: float = TIMEOUT_S) -> Iterator[Line]:
 
 def hooks(vllm: Path) -> Iterator[Line]:
     try:
-        from .hooks.source import FACTS, Tree, files_of, mismatches
+        from .hooks.facts import FACTS, mismatches
+        from .hooks.source import Tree, files_of
 
         tree = Tree(files_of(vllm.parent))
         gone = [name for name, path in RUNNERS.items() if tree.read(path) is None]

@@ -27,8 +27,6 @@ from .config import ENV_NAMES, AuditMode, Mode, NworConfig, NworConfigError
 
 logger = logging.getLogger("vllm.v1.nwor")
 
-TRIED_VLLM_VERSIONS = ("0.26.0", "0.29.0", "0.32.0", "0.33.0")
-
 # Module of vLLM -> the module of ours, relative to this package, whose `install` hooks
 # it.
 HOOKS = {
@@ -189,11 +187,13 @@ def _check_host() -> None:
             f"{', '.join(vllm.__path__)}; without vLLM, install it; with an editable "
             "one, start Python elsewhere or remove that folder"
         )
+    from .hooks.versions import VERSIONS
+
     version = getattr(vllm, "__version__", "unknown")
-    if version.split("+")[0] not in TRIED_VLLM_VERSIONS:
+    if version.split("+")[0] not in VERSIONS:
         text = "NWOR has not been tried with vLLM %s (tried: %s); "
         text += "it runs if every signature it relies on matches"
-        logger.warning(text, version, ", ".join(TRIED_VLLM_VERSIONS))
+        logger.warning(text, version, ", ".join(VERSIONS))
 
 
 def _guarded(hook: str) -> Callable[[ModuleType], None]:

@@ -39,6 +39,8 @@ class HookTarget:
         reads. Further ones are passed through unseen. "name?": releases may have none
         there, but no other one.
     why, delete_when: for the people who maintain this.
+    for_audit: wrapped only while the KV audit is on.
+    on_object: the class keeps its own function; steps replace it on an object.
     """
 
     module: str
@@ -46,6 +48,8 @@ class HookTarget:
     params: tuple[str, ...]
     why: str
     delete_when: str
+    for_audit: bool = False
+    on_object: bool = False
 
     @property
     def name(self) -> str:

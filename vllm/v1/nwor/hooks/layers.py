@@ -15,26 +15,16 @@ from vllm.v1 import kv_cache_interface as kv
 
 from ..base.errors import GroupRefused, error_text
 from ..layout.kv_layout import KVLayout, LayoutRefused
-from ..layout.probe import probe_layout
+from ..layout.probe import Writer, probe_layout
 from ..layout.tables import NARROW_POISON, POISON, LayerCache
-from .writers import writer_of
-
-# Drafters that have attention layers of their own say which in this attribute
-# (a V1 drafter, a V2 speculator); the others have none.
-DRAFT_LAYER_ATTRIBUTES = ("_draft_attn_layer_names", "draft_attn_layer_names")
-
-
-# Caches whose bytes of one slot do not lie together, although their shapes look so:
-# refused before anything is written to find out. By KV-cache type, then by the start of
-# the implementation's class name.
-REFUSED_CACHE_DTYPES = {
-    "nvfp4": "keeps the scales of a block apart from its data, swizzled by four slots",
-    "nvfp4_4over6": "keeps the scales of a block apart from its data",
-}
-REFUSED_IMPLS = {
-    "Rocm": "packs the slots of a block element by element",
-    "Aiter": "packs the slots of a block in tiles",
-}
+from .backends import (
+    DRAFT_LAYER_ATTRIBUTES,
+    FP8_CACHE_DTYPES,
+    REFUSED_CACHE_DTYPES,
+    REFUSED_IMPLS,
+    detached,
+    writer_of,
+)
 
 
 def target_layers(runner: Any) -> list[list[LayerCache] | str]:
@@ -95,10 +85,6 @@ def _target_layers_of(
         poison = _poison(layer.impl, kv_cache)
         layers.append(LayerCache(name, kv_cache, layout, poison))
     return layers
-
-
-# KV-cache types of one byte for each number, and nothing else in a slot.
-FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")
 
 
 def _poison(impl: Any, kv_cache: torch.Tensor) -> int:
@@ -180,9 +166,30 @@ def _layout_of(
     )
     if key not in layouts:
         dtype = runner.vllm_config.model_config.dtype
-        layouts[key] = probe_layout(kv_cache, writer_of(layer, dtype))
+        layouts[key] = probe_layout(kv_cache, _writer(layer, dtype))
     kind, device = type(impl).__name__, kv_cache.device.type
     if layouts[key].runs is not None and device != "cpu":
         told = f"{kind} packs its slots; only rows are supported on {device}"
         raise LayoutRefused(told)
     return layouts[key]
+
+
+def _writer(layer: Any, dtype: torch.dtype) -> Writer:
+    """What writes one token, of keys and values of dtype `dtype`, as the attention
+    implementation of `layer` does: through a copy of it, because some keep the first
+    cache they see. Raises LayoutRefused: it has no such function."""
+    impl = detached(layer.impl)
+    write = writer_of(impl)
+    if isinstance(write, str):
+        raise LayoutRefused(write)
+
+    def write_token(kv_cache: torch.Tensor, slot: int) -> None:
+        device = kv_cache.device
+
+        def fill(value: float, *shape: int) -> torch.Tensor:
+            return torch.full((1, *shape), value, dtype=dtype, device=device)
+
+        slots = torch.tensor([slot], dtype=torch.int64, device=device)
+        write(impl, layer, fill, kv_cache, slots)
+
+    return write_token

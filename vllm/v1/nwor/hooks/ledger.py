@@ -2,7 +2,7 @@
 """All that NWOR touches in vLLM: one row each, with the reason and with the condition
 under which the row can be deleted.
 
-A `Method` is a function of vLLM that is wrapped, or replaced on an object; the hook
+A `HookTarget` is a function of vLLM that is wrapped, or replaced on an object; the hook
 files have the wrappers, by these rows. A `Change` is anything else: an attribute on one
 of vLLM's objects, a field, an entry in a table. What NWOR only reads is in `facts`.
 The table in docs/for_vllm.md is written from here (tools/check_vllm.py --table).
@@ -24,18 +24,6 @@ CORE_CLIENT = "vllm.v1.engine.core_client"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 LOGGERS = "vllm.v1.metrics.loggers"
 OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
-
-
-@dataclass(frozen=True)
-class Method(HookTarget):
-    """A function of vLLM that is wrapped.
-
-    for_audit: only while the KV audit is on.
-    on_object: the class keeps its own function; steps replace it on an object.
-    """
-
-    for_audit: bool = False
-    on_object: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,13 +93,17 @@ VARIABLES = "plugins can declare environment variables"
 IN_VLLM = "this package is a part of vLLM"
 
 
-def _runner(module: str, *more: str) -> tuple[Method, Method, Method, Method, Method]:
+def _runner(
+    module: str, *more: str
+) -> tuple[HookTarget, HookTarget, HookTarget, HookTarget, HookTarget]:
     """The rows that both model runners have. more: parameters of initialize_kv_cache
     behind kv_cache_config."""
 
-    def row(name: str, params: tuple[str, ...], why: str, delete_when: str) -> Method:
+    def row(
+        name: str, params: tuple[str, ...], why: str, delete_when: str
+    ) -> HookTarget:
         name, params = f"GPUModelRunner.{name}", ("self", *params)
-        return Method(module, name, params, why, delete_when)
+        return HookTarget(module, name, params, why, delete_when)
 
     return (
         row(
@@ -155,7 +147,7 @@ V1_COMMON = _runner(V1_RUNNER, "is_profiling")
     V1_EXECUTE_MODEL,
     V1_SAMPLE_TOKENS,
 ) = V1_COMMON
-V1_SPEC_DECODE_METADATA = Method(
+V1_SPEC_DECODE_METADATA = HookTarget(
     V1_RUNNER,
     "GPUModelRunner._calc_spec_decode_metadata",
     ("self", "num_draft_tokens", "cu_num_scheduled_tokens"),
@@ -163,14 +155,14 @@ V1_SPEC_DECODE_METADATA = Method(
     "before attention metadata is built from these",
     BEFORE_FORWARD,
 )
-V1_MODEL_FORWARD = Method(
+V1_MODEL_FORWARD = HookTarget(
     V1_RUNNER,
     "GPUModelRunner._model_forward",
     ("self",),
     "begin: after zeroing, block copies and loads, before the first write",
     BEFORE_FORWARD,
 )
-V1_SAMPLE = Method(
+V1_SAMPLE = HookTarget(
     V1_RUNNER,
     "GPUModelRunner._sample",
     ("self", "logits", "spec_decode_metadata"),
@@ -186,14 +178,14 @@ V2_COMMON = _runner(V2_RUNNER, "is_profiling?")  # vLLM 0.26 does not have it
     V2_EXECUTE_MODEL,
     V2_SAMPLE_TOKENS,
 ) = V2_COMMON
-V2_PREPARE_ATTN = Method(
+V2_PREPARE_ATTN = HookTarget(
     V2_RUNNER,
     "GPUModelRunner.prepare_attn",
     ("self", "input_batch"),
     "begin: the slots are known, and the forward has not started",
     BEFORE_FORWARD,
 )
-V2_SAMPLE = Method(
+V2_SAMPLE = HookTarget(
     V2_RUNNER,
     "GPUModelRunner.sample",
     ("self", "hidden_states", "input_batch", "grammar_output"),
@@ -201,28 +193,28 @@ V2_SAMPLE = Method(
     AFTER_SAMPLING,
 )
 
-GET_KV_CACHE_CONFIGS = Method(
+GET_KV_CACHE_CONFIGS = HookTarget(
     ENGINE_CORE,
     "get_kv_cache_configs",
     ("vllm_config", "kv_cache_specs", "available_memory"),
     "vllm_config and the workers' layers are kept for the next call",
     BLOCKS_RESERVED,
 )
-SCHEDULER_KV_CACHE_CONFIG = Method(
+SCHEDULER_KV_CACHE_CONFIG = HookTarget(
     ENGINE_CORE,
     "generate_scheduler_kv_cache_config",
     ("kv_cache_configs",),
     "mode stage: the scheduler gets a copy of its config with fewer blocks",
     BLOCKS_RESERVED,
 )
-INITIALIZE_KV_CACHES = Method(
+INITIALIZE_KV_CACHES = HookTarget(
     ENGINE_CORE,
     "EngineCore._initialize_kv_caches",
     ("self", "vllm_config"),
     "the workers' KV caches are bound: they report the mode of each group",
     READY_FIELD,
 )
-READY_RESPONSE = Method(
+READY_RESPONSE = HookTarget(
     CORE_CLIENT,
     "MPClient._apply_ready_response",
     ("self", "payload"),
@@ -230,7 +222,7 @@ READY_RESPONSE = Method(
     READY_FIELD,
 )
 
-UPDATE_FROM_OUTPUT = Method(
+UPDATE_FROM_OUTPUT = HookTarget(
     SCHEDULER,
     "Scheduler.update_from_output",
     ("self", "scheduler_output", "model_runner_output"),
@@ -238,7 +230,7 @@ UPDATE_FROM_OUTPUT = Method(
     "on_commit is called",
     STEP_PROCESSED,
 )
-MAKE_SPEC_DECODING_STATS = Method(
+MAKE_SPEC_DECODING_STATS = HookTarget(
     SCHEDULER,
     "Scheduler.make_spec_decoding_stats",
     ("self", "spec_decoding_stats", "num_draft_tokens", "num_accepted_tokens"),
@@ -246,14 +238,14 @@ MAKE_SPEC_DECODING_STATS = Method(
     INVALID_COUNTED,
     on_object=True,
 )
-RECORD = Method(
+RECORD = HookTarget(
     LOGGERS,
     "PrometheusStatLogger.record",
     ("self", "scheduler_stats", "iteration_stats", "mm_cache_stats", "engine_idx"),
     "the report on each SchedulerStats is added to our metrics",
     METRICS,
 )
-CREATE_METRICS = Method(
+CREATE_METRICS = HookTarget(
     LOGGERS,
     "PrometheusStatLogger.__init__",
     ("self", "vllm_config", "engine_indexes"),
@@ -261,7 +253,7 @@ CREATE_METRICS = Method(
     METRICS,
 )
 
-SCHEDULE = Method(
+SCHEDULE = HookTarget(
     SCHEDULER,
     "Scheduler.schedule",
     ("self",),
@@ -269,7 +261,7 @@ SCHEDULE = Method(
     REQUEST_DATA,
     for_audit=True,
 )
-GET_OUTPUT = Method(
+GET_OUTPUT = HookTarget(
     "vllm.v1.outputs",
     "AsyncModelRunnerOutput.get_output",
     ("self",),
@@ -278,7 +270,7 @@ GET_OUTPUT = Method(
     for_audit=True,
     on_object=True,
 )
-WAKE_UP = Method(
+WAKE_UP = HookTarget(
     WORKER,
     "Worker.wake_up",
     ("self", "tags"),
@@ -286,7 +278,7 @@ WAKE_UP = Method(
     CONTENT_LOST,
     for_audit=True,
 )
-SHUTDOWN = Method(
+SHUTDOWN = HookTarget(
     WORKER,
     "Worker.shutdown",
     ("self",),
@@ -294,7 +286,7 @@ SHUTDOWN = Method(
     WORKER_ENDS,
     for_audit=True,
 )
-START_LOAD_KV = Method(
+START_LOAD_KV = HookTarget(
     OFFLOADING,
     "OffloadingConnector.start_load_kv",
     ("self", "forward_context"),
@@ -304,28 +296,29 @@ START_LOAD_KV = Method(
 )
 
 # All of the above, in this order.
-METHODS = tuple(row for row in [*globals().values()] if isinstance(row, Method))
+METHODS = tuple(row for row in [*globals().values()] if isinstance(row, HookTarget))
 
-# The V2 runner gets the same attributes as the V1 runner.
-_RUNNER = f"{V1_RUNNER}.GPUModelRunner"
-_SCHEDULER = f"{SCHEDULER}.Scheduler"
-_LOGGER = f"{LOGGERS}.PrometheusStatLogger"
-_SPEC = "vllm.v1.kv_cache_interface.KVCacheSpec"
-_CONFIG = "vllm.v1.kv_cache_interface.KVCacheConfig"
-_OUTPUT = "vllm.v1.outputs.ModelRunnerOutput"
-_SCHEDULED = "vllm.v1.core.sched.output.SchedulerOutput"
+
+def _attributes(runner: str) -> tuple[Change, ...]:
+    """What both model runners get."""
+    return (
+        Change(runner, "nwor_state", "the manager and the audit", UNWRAPPED),
+        Change(runner, "nwor_log_storage", "memory of the undo log", MEMORY_ANNOUNCED),
+        Change(runner, "nwor_audit_storage", "its memory", MEMORY_ANNOUNCED, True),
+        Change(runner, "nwor_audit", "the audit, for other threads", UNWRAPPED, True),
+        Change(
+            runner,
+            "nwor_ended_audit",
+            "an audit that failed: kernels may still write to its memory",
+            UNWRAPPED,
+            True,
+        ),
+    )
+
+
 CHANGES = (
-    Change(_RUNNER, "nwor_state", "the manager and the audit", UNWRAPPED),
-    Change(_RUNNER, "nwor_log_storage", "memory of the undo log", MEMORY_ANNOUNCED),
-    Change(_RUNNER, "nwor_audit_storage", "its memory", MEMORY_ANNOUNCED, True),
-    Change(_RUNNER, "nwor_audit", "the audit, for other threads", UNWRAPPED, True),
-    Change(
-        _RUNNER,
-        "nwor_ended_audit",
-        "an audit that failed: kernels may still write to its memory",
-        UNWRAPPED,
-        True,
-    ),
+    *_attributes(f"{V1_RUNNER}.GPUModelRunner"),
+    *_attributes(f"{V2_RUNNER}.GPUModelRunner"),
     Change(
         "vllm.v1.worker.block_table.BlockTable",
         "contents on the device",
@@ -334,28 +327,39 @@ CHANGES = (
         BEFORE_FORWARD,
     ),
     Change(
-        _SPEC,
+        "vllm.v1.kv_cache_interface.KVCacheSpec",
         "nwor_verdict",
         "which layers will have no shadow blocks; specs are frozen: object.__setattr__",
         BLOCKS_RESERVED,
     ),
-    Change(_CONFIG, "nwor_shadow", "the worker's shadow blocks", BLOCKS_RESERVED),
+    Change(
+        "vllm.v1.kv_cache_interface.KVCacheConfig",
+        "nwor_shadow",
+        "a worker's shadow blocks",
+        BLOCKS_RESERVED,
+    ),
     Change(
         "vllm.v1.engine.EngineCoreReadyResponse",
         "nwor_info",
         "a field for the mode of each group; `__init__` is replaced to fill it",
         READY_FIELD,
     ),
-    Change(_OUTPUT, "nwor_stats", "the step's counters", FIELDS),
-    Change(_SCHEDULER, "nwor_stats", "sums of the counters", FIELDS),
+    Change("vllm.v1.outputs.ModelRunnerOutput", "nwor_stats", "counters", FIELDS),
+    Change(f"{SCHEDULER}.Scheduler", "nwor_stats", "sums of counters", FIELDS),
     Change(
         "vllm.v1.metrics.stats.SchedulerStats",
         "nwor_report",
         "a field for the counters; a front end without NWOR ignores it",
         FIELDS,
     ),
-    Change(_LOGGER, "nwor_prometheus", "our metrics", METRICS),
-    Change(_SCHEDULED, "nwor_audit", "data of its new requests", REQUEST_DATA, True),
+    Change(f"{LOGGERS}.PrometheusStatLogger", "nwor_prometheus", "metrics", METRICS),
+    Change(
+        "vllm.v1.core.sched.output.SchedulerOutput",
+        "nwor_audit",
+        "what only the scheduler knows about its new requests",
+        REQUEST_DATA,
+        True,
+    ),
     Change(
         "vllm.v1.request.Request",
         "nwor_num_preemptions",
@@ -365,7 +369,7 @@ CHANGES = (
     ),
     Change(
         "vllm.envs.environment_variables",
-        "an entry for each `VLLM_NWOR_*`",
+        "entries for `VLLM_NWOR_*`",
         "vLLM warns about variables that it does not know",
         VARIABLES,
     ),
@@ -383,7 +387,7 @@ CHANGES = (
     ),
     Change(
         "sys.excepthook",
-        "a function, if a value of `VLLM_NWOR_*` is not allowed",
+        "replaced if a value of `VLLM_NWOR_*` is not allowed",
         "the process ends with that sentence instead of a traceback",
         VARIABLES,
     ),
@@ -391,6 +395,6 @@ CHANGES = (
 LEDGER = (*METHODS, *CHANGES)
 
 
-def rows_of(module: str) -> tuple[Method, ...]:
+def rows_of(module: str) -> tuple[HookTarget, ...]:
     """The methods of a module of vLLM's that are wrapped."""
     return tuple(row for row in METHODS if row.module == module)

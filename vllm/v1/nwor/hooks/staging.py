@@ -11,6 +11,7 @@ from typing import Any
 from ..base.errors import error_text
 from ..layout.regions import StagedGroup
 from ..layout.tables import LayerCache
+from .backends import VIEWING_BACKENDS
 from .engine_core import VERDICT, LayerVerdict, copies_refusal, stage_refusal
 from .layers import draft_layer_names, entry_tokens, layer_refusal
 
@@ -18,17 +19,6 @@ logger = logging.getLogger("vllm.v1.nwor")
 
 # Entries of a block table that a window can have in shadow: kMaxSpan of shadow_cuda.cu.
 MAX_SPAN = 64
-
-# Backends whose metadata holds block table and slots as they are, so that a V2 drafter,
-# which reads them again later in the step, finds them put back. The others copy.
-VIEWING_BACKENDS = (
-    "FLASH_ATTN",
-    "TRITON_ATTN",
-    "TRITON_MLA",
-    "FLASH_ATTN_MLA",
-    "FLASHMLA",
-    "CUTLASS_MLA",
-)
 
 
 def mark_layers(runner: Any, specs: Mapping[str, Any], reuses_metadata: bool) -> None:
