@@ -41,16 +41,6 @@ ALL = ops.load()
 NUM_REJECTED = AcceptanceForm.NUM_REJECTED
 
 
-@pytest.mark.parametrize("name", ops.AUDIT_NAMES)
-def test_the_number_of_arguments_is_the_schemas(name):
-    number = len(getattr(ops, name)._schema.arguments)
-    builtin = getattr(ALL, name)
-    for wrong in (0, number - 1, number + 1, 300):
-        said = f"^{name}: got {wrong} arguments; must be {number}$"
-        with pytest.raises(RuntimeError, match=said):
-            builtin(*[None] * wrong)
-
-
 @pytest.mark.parametrize(
     ("argument", "value", "error", "message"),
     [
@@ -248,7 +238,11 @@ def test_a_class_keeps_what_it_is_made_of(device):
     assert sys.getrefcount(tensor) == references - 1
 
 
-def test_a_class_is_made_of_all_its_arguments_by_position():
+def test_all_arguments_are_given_by_position():
+    for wrong in (1, 3):
+        said = f"^audit_snapshot: got {wrong} arguments; must be 2$"
+        with pytest.raises(RuntimeError, match=said):
+            ALL.audit_snapshot(*[None] * wrong)
     with pytest.raises(RuntimeError, match=r"^LoggedLayers: got 1 argu"):
         ALL.LoggedLayers(1)
     with pytest.raises(RuntimeError, match=r"^StagedLayers: takes argu"):

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..ops import shared
+
 if TYPE_CHECKING:
     from .tables import AuditedGroup
 
@@ -31,7 +33,6 @@ logger = logging.getLogger("vllm.v1.nwor")
 
 Slot = tuple[Sequence[torch.Tensor], torch.cuda.Event | None]
 
-# In the order of FindingClass of csrc/nwor/audit.h.
 MEANING = {
     "foreign_write": "a write was planned to a block that is not the request's",
     "wrong_prefix": "a block in a request's table does not hold the request's text",
@@ -42,6 +43,7 @@ MEANING = {
     "never_loaded": "a load was reported done and changed nothing",
 }
 CLASSES = tuple(MEANING)
+shared("FINDING_CLASSES", CLASSES)
 
 
 # Steps whose findings may be on their way to the host: vLLM has two in flight.
@@ -76,7 +78,7 @@ class Finding:
     request that the slot belongs to (foreign_write: whose block it is). step: of the
     worker, when it was found. expected, found: identities of a text up to the slot,
     checksums of a layer's bytes, slots (foreign_write), or a slot's states (handed_on
-    without a layer: SlotState of csrc/nwor/audit.h).
+    without a layer: SlotState of csrc/nwor/audit/audit.h).
     """
 
     kind: str
@@ -100,7 +102,7 @@ class Finding:
 def decode(
     row: Sequence[int], group: AuditedGroup, name_of: Callable[[int], str | None]
 ) -> Finding:
-    """A row of `findings`, in the columns of Finding of csrc/nwor/audit.h."""
+    """A row of `findings`, in the columns of Finding of csrc/nwor/audit/audit.h."""
     step, number, owner, position, slot, layer, num_layers = row[:7]
     writer, writer_step, *values = row[7:]
     kind, shape = CLASSES[number], group.shape

@@ -27,8 +27,6 @@ from .tables import AuditedGroup, GroupShape, num_bytes
 
 logger = logging.getLogger("vllm.v1.nwor")
 
-# Requests in a batch: kMaxRows of audit_cuda.cu.
-MAX_ROWS = 4096
 # Of the blocks of a cache, those that a KV connector stored last and that are compared
 # when they come back: one in so many.
 STORED_SHARE = 6
@@ -95,8 +93,8 @@ def _refusal(runner: Any) -> str | None:
     """Why nothing of this runner can be audited, or None."""
     if runner.device.type not in ("cpu", "cuda"):
         return f"it runs on cpu and cuda, and this is {runner.device.type}"
-    if runner.device.type == "cuda" and _num_seats(runner) > MAX_ROWS:
-        return f"max_num_seqs is {_num_seats(runner)}; must be at most {MAX_ROWS}"
+    if runner.device.type == "cuda" and _num_seats(runner) > ops.MAX_REQS:
+        return f"max_num_seqs is {_num_seats(runner)}; must be at most {ops.MAX_REQS}"
     if getattr(runner, "is_pooling_model", False):
         return "a pooling model samples nothing, which is where a step is resolved"
     return parallel_refusal(runner.vllm_config)
