@@ -83,36 +83,6 @@ def test_dtypes_have_pytorchs_names(dtype):
     assert str(by_class.value) == said
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda t: t,
-        lambda t: t[1:],
-        lambda t: t[:0],
-        lambda t: t.T,
-        lambda t: t.expand(3, *t.shape),
-        lambda t: t.flatten()[0],
-        lambda t: torch.as_strided(t, (1, t.shape[1]), (999, 1)),
-    ],
-)
-def test_views_are_seen_as_the_ops_see_them(view):
-    """At the second row: with an offset in its storage."""
-    found = []
-    for by in ("call", "call_class"):
-        calls = Calls(CPU)
-        calls.call(UNSTAGE)
-        table = calls.arguments[STAGE]["block_table"]
-        try:
-            said = getattr(calls, by)(STAGE, block_table=view(table[1:]))
-        except RuntimeError as error:
-            said = str(error)
-        side = calls.side
-        found.append((said, (side.block_table, side.slot_mapping, side.saved)))
-    (said, by_op), (said_by_class, by_class) = found
-    assert said_by_class == said
-    assert all(map(torch.equal, by_op, by_class))
-
-
 def test_none_is_returned_and_not_used_up():
     calls = Calls(CPU)
     references = sys.getrefcount(None)

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The KV audit: what it keeps of slots and requests, and the launchers' arguments.
-// audit_rules.h has what is compared, on the CPU and on CUDA alike. It reads caches and
-// never writes them.
+// The KV audit: its tables of slots and requests, and the launchers' arguments.
+// audit_rules.h has the comparisons, for the CPU and for CUDA. The audit reads caches
+// and never writes them.
 //
 // A slot's identity is H[p] = seed + sum over i <= p of mix64(token_i, i), p being
 // the position of what was written there: equal for equal texts, and a sum, so that
@@ -35,8 +35,9 @@ enum SlotState : int32_t {
 };
 
 // What is known of a slot's bytes. Replaced: the checksums are of what a load should
-// have replaced. Claimed: a thread block of scan has it in its hands. Loaded: there are
-// none here, but those of what the load should have brought (`stores`).
+// have replaced. Claimed: a thread block of scan is
+// processing it. Loaded: there are none here, but those of what the load should have
+// brought (`stores`).
 enum SlotContent : int32_t {
   kContentClaimed = -2,
   kContentReplaced,
@@ -57,8 +58,8 @@ struct alignas(16) SlotRecord {
 };
 static_assert(sizeof(SlotRecord) == 32, "a SlotRecord is a row of records");
 
-// Where a request's hit may come from besides the cache. Known: the slots that a load
-// fills are kSlotLoaded. Unknown: any slot of a hit may have been filled.
+// Where a request's hit may come from, other than the cache. Known: the slots that a
+// load fills are kSlotLoaded. Unknown: any slot of a hit may have been filled.
 enum Loads : int64_t { kNoLoads, kKnownLoads, kUnknownLoads };
 
 // A row of `seats`, int64 [num_seats, 8]: a request in the batch.
@@ -272,7 +273,7 @@ struct AuditSeatArgs : AuditGroup {
   static constexpr const char* kOp = "audit_seat";
   const int32_t* tokens;  // [fresh.hit_length], what is in the cache already
   int64_t seat;
-  Seat fresh;  // what is known of it but hash and length
+  Seat fresh;  // all but hash and length
   // The first fresh.num_features, which travel with the call.
   Feature fresh_features[kMaxFeatures];
 };
@@ -284,7 +285,7 @@ enum BlockEvent : int64_t {
   kFilled,  // by a KV connector: the number of the store that it brings; 0: not known
   kStored,  // by a KV connector: the number of the store; 0: it is not kept
 };
-// Of some blocks, whose numbers the host has: they travel with the call.
+// Of some blocks. The host has their numbers, which travel with the call.
 struct AuditBlocksArgs : AuditGroup {
   static constexpr const char* kOp = "audit_blocks";
   static constexpr int64_t kMaxCount = 256;

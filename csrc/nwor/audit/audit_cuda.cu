@@ -100,9 +100,7 @@ __device__ int32_t layer_checksum(const LayerRow& layer, int64_t slot) {
   }
   const uint8_t* from =
       reinterpret_cast<const uint8_t*>(layer.base) + layer.slot_offset(slot);
-  const uint32_t width = widest_access(
-      static_cast<uint64_t>(layer.base) | layer.block_stride | layer.slot_stride |
-      layer.run_bytes | (layer.num_heads > 1 ? layer.head_stride : 0));
+  const uint32_t width = widest_access(layer);
   const uint32_t sum = width == 16  ? sum_words<16>(from, layer)
                        : width == 8 ? sum_words<8>(from, layer)
                        : width == 4 ? sum_words<4>(from, layer)
@@ -269,7 +267,7 @@ void audit_cuda(const Args& args, int device, void* stream) {
   const Gpu gpu{Args::kOp, device, stream};
   call(gpu, args);
   if (std::is_same_v<Args, AuditSnapshotArgs>) {
-    // The audit begins: what the first launches of the others would do besides.
+    // The audit begins: load the other kernels now, not in the first step.
     load<SeatRequest, PlanRequests, KeepRequests, CheckRequests, AdoptHit, RecordRows,
          ScanSlots, BlockEvents, Publish>(gpu);
   }

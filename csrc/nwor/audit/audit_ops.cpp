@@ -2,7 +2,8 @@
 //
 // The audit's ops: from tensors to launchers. `tables` holds a group's addresses and
 // sizes, as AuditedGroup (tables.py) writes them: few arguments, in few calls a step.
-// Whoever holds it keeps what it names; only its own size can be checked.
+// Its owner keeps the tensors behind the addresses; only the size of `tables` can be
+// checked.
 #include <algorithm>
 
 #include "audit/audit.h"
@@ -43,17 +44,12 @@ Call call_of(const char* op, const Tensor& tables) {
           group, reinterpret_cast<const AuditPart*>(columns + kGroupColumns)};
 }
 
-constexpr int64_t kMaxValue = 2147483647;
-
 AuditStep step_of(const Call& call, const Tensor& row_seats,
                   const Tensor& query_start_loc, const Tensor& block_table,
                   int64_t num_reqs, int64_t num_tokens, int64_t step) {
   const auto* const starts = call.values<int32_t>("query_start_loc", query_start_loc);
   const IndexArray seats = call.indices("row_seats", row_seats);
-  call.array_of("block_table", block_table, ScalarType::Int, 2);
-  NWOR_CHECK(block_table.size(1) <= 1 || block_table.stride(1) == 1, call.op(),
-             "block_table has stride ", block_table.stride(1),
-             " in dimension 1; must be 1");
+  call.rows_of("block_table", block_table, ScalarType::Int);
   NWOR_CHECK(num_reqs >= 0 && num_reqs <= row_seats.size(0) &&
                  num_reqs < query_start_loc.size(0) && num_reqs <= block_table.size(0),
              call.op(), "num_reqs is ", num_reqs,
@@ -184,7 +180,7 @@ void audit_blocks(Tensor tables, int64_t event, Tensor blocks, Tensor values,
   NWOR_CHECK(event >= kGiven && event <= kStored, op, "event is ", event,
              "; must be between ", kGiven + 0, " and ", kStored + 0);
   // Numbers of stores, which need room where they are kept; or generations.
-  const int64_t most = event == kGiven || group.num_stored > 0 ? kMaxValue : 0;
+  const int64_t most = event == kGiven || group.num_stored > 0 ? kMaxInt32 : 0;
   for (int64_t i = 0; i < count; ++i) {
     NWOR_CHECK(of_blocks[i] >= 0 && of_blocks[i] < group.num_blocks, op, "blocks[", i,
                "] is ", of_blocks[i], "; must be between 0 and ", group.num_blocks - 1);

@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The one way in which this library refuses a value: an exception whose text
-// names the op, the argument, the value seen and what is allowed. PyTorch hands
-// it to Python as a RuntimeError.
+// How this library refuses a value: an exception whose message names the op, the
+// argument, the value and what is allowed. PyTorch passes it to Python as a
+// RuntimeError.
 //
 // PyTorch's own STD_TORCH_CHECK is not used because it puts the path of the
 // source file, as it was on the build machine, into the message.
 #pragma once
 
+#include <cstdint>
 #include <sstream>
 #include <stdexcept>
 
 namespace nwor {
+
+constexpr int64_t kMaxInt32 = 2147483647;
 
 template <typename... Parts>
 [[noreturn]] inline void refuse(const char* op, const Parts&... parts) {

@@ -18,7 +18,7 @@ namespace nwor {
 constexpr int64_t kTileDrafts = 16;
 
 // How many runs ahead cache lines are fetched: the strides of a packed layout are
-// too irregular for the hardware to foresee. Measured with column-major K.
+// too irregular for the hardware prefetcher. Measured with column-major K.
 constexpr int64_t kPrefetchRuns = 16;
 
 // Drafts of one tile whose bytes are to be copied.

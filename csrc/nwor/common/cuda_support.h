@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "common/check.h"
+#include "common/table.h"
 
 namespace nwor {
 
@@ -18,9 +19,8 @@ constexpr unsigned kFullWarp = 0xffffffffu;
 
 // Blocks of a one-dimensional grid.
 inline unsigned grid_size(const char* op, int64_t num_blocks) {
-  constexpr int64_t kMaxGrid = 2147483647;
-  NWOR_CHECK(num_blocks <= kMaxGrid, op, "a grid of ", num_blocks,
-             " blocks is needed; must be at most ", kMaxGrid);
+  NWOR_CHECK(num_blocks <= kMaxInt32, op, "a grid of ", num_blocks,
+             " blocks is needed; must be at most ", kMaxInt32);
   return static_cast<unsigned>(num_blocks);
 }
 
@@ -28,6 +28,13 @@ inline unsigned grid_size(const char* op, int64_t num_blocks) {
 __host__ __device__ inline uint32_t widest_access(uint64_t addresses_and_strides) {
   const uint64_t bits = addresses_and_strides | 16u;
   return static_cast<uint32_t>(bits & (~bits + 1));
+}
+
+// For any head of any slot of a layer.
+__device__ inline uint32_t widest_access(const LayerRow& layer) {
+  return widest_access(static_cast<uint64_t>(layer.base) | layer.block_stride |
+                       layer.slot_stride | layer.run_bytes |
+                       (layer.num_heads > 1 ? layer.head_stride : 0));
 }
 
 // Unsigned types of 1 to 16 bytes.

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Launches through the CUDA driver. The runtime that is linked into this library is
-// code that nobody else in the process runs: between two steps of a model it falls out
-// of the processor's cache, and a launch through it waits for memory. The driver's own
-// entry is the one that PyTorch's and Triton's launches end in. CUDA sources only.
+// Launches through the CUDA driver. The CUDA runtime that is linked into this library
+// is used by nothing else in the process, so it is cold in the CPU's caches in each
+// step, and a launch through it waits for memory. The driver's own entry point is
+// shared with the launches of PyTorch and Triton. CUDA sources only.
 #pragma once
 
 #include <cuda.h>
@@ -98,7 +98,7 @@ class DriverKernel {
  public:
   explicit DriverKernel(const void* symbol) : symbol_(symbol) {}
 
-  // Does what the first launch would do besides.
+  // One-time initialization, so that the first launch does not do it.
   void load(const char* op, int device) {
     launch_function(op);
     early_launch_function(op);

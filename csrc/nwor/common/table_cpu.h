@@ -2,7 +2,7 @@
 //
 // What the CPU launchers check of a layer table and of a packed layout's runs.
 // That a layer's base address and strides stay within its allocation cannot be
-// checked here: whoever builds the table answers for that.
+// checked here: the builder of the table guarantees it.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A tensor as the ops look at it, whoever brings it: Python (python_bindings.cpp) or
-// PyTorch's dispatcher (torch_bindings.cpp). It owns nothing.
+// A tensor argument of an op, passed by Python (python_bindings.cpp) or by PyTorch's
+// dispatcher (torch_bindings.cpp). It owns nothing.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
@@ -11,7 +11,7 @@
 
 namespace nwor {
 
-// PyTorch's numbers of device types; others are as foreign as each other.
+// PyTorch's numbers of device types. No other device is supported.
 enum DeviceType : int32_t { kCpu = 0, kCuda = 1 };
 
 class Tensor {

@@ -73,6 +73,13 @@ void TensorArgs::array(const char* name, const Tensor& tensor, ScalarType dtype,
              " and is not contiguous; must be");
 }
 
+void TensorArgs::rows_of(const char* name, const Tensor& tensor,
+                         ScalarType dtype) const {
+  array_of(name, tensor, dtype, 2);
+  NWOR_CHECK(tensor.size(1) <= 1 || tensor.stride(1) == 1, op_, name, " has stride ",
+             tensor.stride(1), " in dimension 1; must be 1");
+}
+
 void TensorArgs::size_is(const char* name, const Tensor& tensor, int64_t dim,
                          int64_t size, const char* meaning) const {
   NWOR_CHECK(tensor.size(dim) == size, op_, name, " has shape ", shape_of(tensor),
@@ -154,9 +161,7 @@ BatchWindows TensorArgs::batch(const Tensor& slot_mapping, const Tensor& logits_
 
 UndoLog TensorArgs::undo_log(const Tensor& undo_log, const Tensor& log_slots,
                              const Tensor& log_windows) const {
-  array_of("undo_log", undo_log, ScalarType::Byte, 2);
-  NWOR_CHECK(undo_log.size(1) == 0 || undo_log.stride(1) == 1, op_,
-             "undo_log has stride ", undo_log.stride(1), " in dimension 1; must be 1");
+  rows_of("undo_log", undo_log, ScalarType::Byte);
   NWOR_CHECK(undo_log.size(0) <= 1 || undo_log.stride(0) >= undo_log.size(1), op_,
              "undo_log has stride ", undo_log.stride(0),
              " in dimension 0; must be at least ", undo_log.size(1),
@@ -246,10 +251,7 @@ int64_t* TensorArgs::slot_of(const CounterRing& ring, int64_t slot) const {
 
 BlockTable TensorArgs::block_table(const Tensor& block_table,
                                    const Tensor& slot_mapping) const {
-  array_of("block_table", block_table, ScalarType::Int, 2);
-  NWOR_CHECK(block_table.size(1) <= 1 || block_table.stride(1) == 1, op_,
-             "block_table has stride ", block_table.stride(1),
-             " in dimension 1; must be 1");
+  rows_of("block_table", block_table, ScalarType::Int);
   int64_t num_tokens = 0;
   int64_t* slots = this->slot_mapping(slot_mapping, &num_tokens);
   return {static_cast<int32_t*>(block_table.data_ptr()),

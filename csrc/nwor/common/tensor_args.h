@@ -32,6 +32,9 @@ class TensorArgs {
              torch::headeronly::ScalarType dtype, int64_t num_dims) const;
   void array_of(const char* name, const Tensor& tensor,
                 torch::headeronly::ScalarType dtype, int64_t num_dims) const;
+  // As array_of, of two dimensions: rows, which may be strided.
+  void rows_of(const char* name, const Tensor& tensor,
+               torch::headeronly::ScalarType dtype) const;
   // The elements of an array() of int32 or int64.
   template <typename Value>
   Value* values(const char* name, const Tensor& tensor, int64_t num_dims = 1) const {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Window arithmetic by a whole warp, on top of window.h: the same predicates, with the
-// 32 lanes looking at 32 entries at once, because each look is a wait for memory.
+// 32 lanes reading 32 entries at once, so that the loads overlap.
 // All lanes must call these, with the same arguments; all get the same result.
 #pragma once
 
@@ -70,10 +70,10 @@ __device__ inline int64_t num_accepted_by_warp(const Acceptance& acceptance,
   return num_valid > 0 ? num_valid - 1 : 0;
 }
 
-// The work of a thread block that only counts, of all windows of a launch, so that it
-// knows the sums and can write them where the host reads them: no other launch of the
-// stream runs beside it. count(counts) has each of its threads add what it looks at,
-// bytes in slots. counters_to: as the op's.
+// The work of the one thread block that counts, for all windows of a launch, so that it
+// has the sums and can write them where the host reads them. No other launch of the
+// stream runs at the same time. count(counts): each thread adds the windows that it
+// reads, bytes in slots. counters_to: as the op's.
 template <typename Count>
 __device__ void count_windows(const LayerTable& table, int64_t* counters,
                               int64_t* counters_to, const Count& count) {
@@ -86,10 +86,10 @@ __device__ void count_windows(const LayerTable& table, int64_t* counters,
     slot_bytes = 0;
   }
   __syncthreads();
-  // What nothing depends on is read first: each look is a wait for memory.
+  // Loads without dependencies come first, so that they overlap.
   const int64_t before = threadIdx.x < kNumCounters ? counters[threadIdx.x] : 0;
   unsigned long long layer_bytes = 0;
-  // By other warps than look at the first windows.
+  // By other warps than those that read the first windows.
 #pragma unroll 1
   for (int64_t i = kBlockThreads - 1 - threadIdx.x; i < table.num_layers;
        i += kBlockThreads) {

@@ -13,6 +13,9 @@
 
 namespace nwor {
 
+constexpr const char* kLog = "log_cache_slots";
+constexpr const char* kRestore = "restore_rejected_drafts";
+
 struct LogArgs {
   LayerTable table;
   RunList runs;
@@ -40,7 +43,7 @@ void restore_rejected_drafts_cpu(const RestoreArgs& args);
 // `stream` is a cudaStream_t of the current device.
 void log_cache_slots_cuda(const LogArgs& args, int device, void* stream);
 void restore_rejected_drafts_cuda(const RestoreArgs& args, int device, void* stream);
-// What the first launches of log and restore on a device would do besides.
+// One-time initialization of log and restore on a device.
 void load_cow_kernels(const char* op, int device);
 #endif
 

@@ -7,9 +7,6 @@
 namespace nwor {
 namespace {
 
-constexpr const char* kLog = "log_cache_slots";
-constexpr const char* kRestore = "restore_rejected_drafts";
-
 // The rest is a step's.
 template <typename Args>
 Args of_layers(const TensorArgs& tensors, const Tensor& table,

@@ -20,9 +20,9 @@
 //   count of steps, which includes those without drafts;
 // - that commit kept all rows before this step's p0, and none from there on;
 // - the entry that holds row p0 - 1 is the one that it wrote the row to.
-// Then nobody else had the block in between: who gets it needs a step without drafts
-// to fill it. (The host's count skips a number where a request has drafts in its very
-// first step: its rows may be a copy of another's block.)
+// Then no other request had the block in between: it would have needed a step without
+// drafts to fill it. (The host's count skips a number where a request has drafts in its
+// very first step: its rows may be a copy of another's block.)
 #pragma once
 
 #include "common/saved_windows.h"
@@ -30,6 +30,10 @@
 #include "common/window.h"
 
 namespace nwor {
+
+constexpr const char* kStage = "stage";
+constexpr const char* kCommit = "commit_draft_layer";
+constexpr const char* kUnstage = "unstage";
 
 // The logical entry that holds `position`. In 32 bits: wider divisions take a GPU long.
 NWOR_HOST_DEVICE inline int32_t entry_of(int64_t position, int64_t entry_tokens) {
@@ -136,7 +140,7 @@ NWOR_HOST_DEVICE inline int32_t left_alone(const ShadowStageArgs& args,
 // cannot be staged, 0 without drafts. Its entries and slots are not looked at.
 NWOR_HOST_DEVICE inline StagedWindow find_window(const ShadowStageArgs& args,
                                                  int64_t r) {
-  // All at once: each look is a wait for memory.
+  // All loads first, so that they overlap.
   const int32_t first_logits = r == 0 ? 0 : args.cu_num_logits[r - 1];
   const int32_t num_drafts = args.cu_num_logits[r] - first_logits - 1;
   const int32_t first_row = args.query_start_loc[r];
@@ -226,7 +230,7 @@ void unstage_cpu(const ShadowUndoArgs& args);
 void stage_cuda(const ShadowStageArgs& args, int device, void* stream);
 void commit_draft_layer_cuda(const ShadowCommitArgs& args, int device, void* stream);
 void unstage_cuda(const ShadowUndoArgs& args, int device, void* stream);
-// What the first launches on a device would do besides.
+// One-time initialization of the kernels on a device.
 void load_shadow_kernels(const char* op, int device);
 #endif
 

@@ -16,10 +16,6 @@
 namespace nwor {
 namespace {
 
-constexpr const char* kStage = "stage";
-constexpr const char* kCommit = "commit_draft_layer";
-constexpr const char* kUnstage = "unstage";
-
 // Neighbouring slots of one cache block, at the same offset in another.
 struct SlotRange {
   int64_t from;

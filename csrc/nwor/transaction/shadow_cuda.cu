@@ -6,7 +6,7 @@
 // everything else is read on the device.
 //
 // stage patches what its own blocks read: each block reads its window's entries and
-// slots, then takes a ticket; the last one patches, when nobody reads them any more.
+// slots, then takes a ticket; the last one patches, when all others have read them.
 // commit_draft_layer and unstage read `saved` only.
 #include "common/driver_launch.h"
 #include "common/windows_cuda.h"
@@ -15,9 +15,6 @@
 namespace nwor {
 namespace {
 
-constexpr const char* kStage = "stage";
-constexpr const char* kCommit = "commit_draft_layer";
-constexpr const char* kUnstage = "unstage";
 constexpr int kWarps = kBlockThreads / kWarpThreads;
 constexpr uint32_t kUnroll = 8;
 // Blocks of a launch, and what has them all run at once on 132 multiprocessors.
@@ -111,9 +108,7 @@ __device__ void copy_rows(const LayerTable& table, const Part& part,
     const LayerRow& layer = table.rows[first_layer + i / num_rows];
     const auto p = static_cast<int32_t>(first) + i % num_rows;
     auto* base = reinterpret_cast<uint8_t*>(layer.base);
-    const uint32_t width = widest_access(
-        static_cast<uint64_t>(layer.base) | layer.block_stride | layer.slot_stride |
-        layer.run_bytes | (layer.num_heads > 1 ? layer.head_stride : 0));
+    const uint32_t width = widest_access(layer);
     // A slot's block, and its place there; an entry stands for one or more blocks.
     const int32_t entry = entry_of(p, entry_tokens);
     const auto place =
@@ -161,7 +156,7 @@ __device__ void for_each_patch(const BlockTable& blocks, int64_t r,
   }
 }
 
-// What nobody else has changed since.
+// Restores entries and slots that still hold what stage wrote.
 __device__ void put_back(const BlockTable& blocks, int64_t r,
                          const SharedWindow& shared, int64_t tokens) {
   for_each_patch(blocks, r, shared, tokens, [](auto& place, auto shadow, auto real) {
@@ -212,7 +207,7 @@ __device__ bool read_entries(const ShadowStageArgs& args, int64_t r,
   const auto slot_at = [&](int64_t p) {
     return args.blocks.slot_mapping[window.first_row + (p - window.first_position)];
   };
-  // Before anything waits for the entries: each look is a wait for memory.
+  // Before anything waits for the entries, so that the loads overlap.
   const int64_t first = window.first_staged(args.entry_tokens) + threadIdx.x;
   const int64_t first_slot = first < window.seq_len ? slot_at(first) : 0;
   const SeatState seat = load_seat(args.saved.row(r));

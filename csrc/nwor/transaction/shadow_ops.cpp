@@ -7,11 +7,6 @@
 namespace nwor {
 namespace {
 
-constexpr const char* kStage = "stage";
-constexpr const char* kCommit = "commit_draft_layer";
-constexpr const char* kUnstage = "unstage";
-constexpr int64_t kMaxInt32 = 2147483647;
-
 int64_t checked_entry_tokens(const TensorArgs& tensors, int64_t entry_tokens) {
   NWOR_CHECK(entry_tokens > 0, tensors.op(), "entry_tokens is ", entry_tokens,
              "; must be at least 1");
