@@ -1,23 +1,24 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Grafts NWOR into a vLLM of your own, for those who keep a fork.
+"""Puts NWOR into a checkout or an installation of vLLM, for those who keep a fork.
 
     python tools/apply_to_vllm.py TREE [--check | --revert | --series FOLDER]
 
-TREE is what has `vllm/` in it: a checkout, or site-packages. It gets vllm/v1/nwor, a
-call of plugin.hook_module at the end of each module that the ledger names, and our
-variables in envs.py; a checkout also csrc/nwor and what builds it, in CMakeLists.txt
-and setup.py, and any other TREE the library built here. Each line in a file of vLLM's
-ends with MARK.
+TREE is the folder that contains `vllm/`: a checkout, or site-packages. It gets
+vllm/v1/nwor, a call of plugin.hook_module at the end of each module that the
+ledger names, and NWOR's variables in envs.py. A checkout also gets csrc/nwor and cmake/nwor,
+and the lines of CMakeLists.txt and setup.py that build them. Any other TREE gets the
+library that was built here. Each line that is added to a file of vLLM ends with MARK.
 
-Without an option the files are changed where they lie, and read again. --series leaves
-TREE as it is and writes patches for `git am`, one concern each, with what it is for
-and when it can go. --check says what TREE lacks of all this or has otherwise, --revert
-takes out our lines and files and nothing else. A second run changes nothing.
+Without an option the files are changed in place and checked. --series leaves TREE as it
+is and writes patches for `git am`, one for each concern, with the reason and the
+condition under which it can be dropped. --check reports all differences from a tree
+that has NWOR. --revert removes NWOR's lines and files and nothing else. A second run
+changes nothing.
 
-Nothing is changed if a signature or anything else that NWOR relies on does not hold, or
-a place for our lines is missing; each is named. Run it with a Python that has torch and
-a vLLM, such as that vLLM's own.
+Nothing is changed if a signature, or anything else that NWOR relies on, has changed, or
+if a place for NWOR's lines is missing; each problem is named. Run it with a Python that
+has torch and a vLLM, such as that vLLM's own.
 
 Exit status: 0 done, 1 TREE is not as expected, 2 wrong arguments.
 """
@@ -63,7 +64,7 @@ LIBRARY = "vllm/v1/nwor/_nwor_C.so"
 UPSTREAM = "https://github.com/vllm-project/vllm/blob"
 ADD, BUILD = "nwor: add the package vllm/v1/nwor", "nwor: build csrc/nwor"
 DECLARE = "nwor: declare its variables"
-FOLDERS = {"vllm/v1/nwor": ADD, "csrc/nwor": BUILD}
+FOLDERS = {"vllm/v1/nwor": ADD, "csrc/nwor": BUILD, "cmake/nwor": BUILD}
 # A file of vLLM's that is hooked -> its module.
 MODULES = {f"{name.replace('.', '/')}.py": name for name in (*HOOKS, *AUDIT_HOOKS)}
 ENVS, CMAKE, SETUP = "vllm/envs.py", "CMakeLists.txt", "setup.py"
@@ -112,7 +113,7 @@ def our_lines() -> Iterator[Line]:
     for name in ENV_NAMES:
         text = f'environment_variables["{name}"] = lambda: None{MARK}'
         yield Line(ENVS, END, text, DECLARE)
-    text = f"cmake_language(DEFER CALL include csrc/nwor/nwor.cmake){MARK}"
+    text = f"cmake_language(DEFER CALL include cmake/nwor/nwor.cmake){MARK}"
     yield Line(CMAKE, PROJECT, text, BUILD)
     extension = 'CMakeExtension(name="vllm.v1.nwor._nwor_C", optional=True)'
     for text in (

@@ -171,7 +171,7 @@ def build_and_test(tree: Path, tests: Sequence[str], cuda: str | None) -> TestRu
     """Builds the native library in `tree` and runs its TESTS, or its SELFTEST. cuda:
     "build" keeps the library, by what is in its sources; "run" takes that."""
     library = tree / "vllm/v1/nwor/_nwor_C.so"
-    code = b"".join(path.read_bytes() for path in sorted(tree.glob("csrc/nwor/*")))
+    code = b"".join(path.read_bytes() for path in sorted(tree.glob("csrc/nwor/**/*.*")))
     kept = ROOT / "build/cuda-mutations" / f"{hashlib.sha256(code).hexdigest()}.so"
     if cuda != "run":
         env = {"NWOR_CUDA": "ON" if cuda else "OFF"}

@@ -318,8 +318,6 @@ class Watch(SnapshotOracle):
 
     def _check_seats(self, step: Step) -> None:
         """Shadow blocks are nobody's, and what counts in them is right."""
-        from vllm_nwor.ops import SAVED_COLUMNS
-
         strays = [block for block in step.new_blocks if block >= self.num_blocks]
         if strays:
             self._violation("handed out", "", strays)
@@ -331,7 +329,7 @@ class Watch(SnapshotOracle):
             self._add("left in a table", "", left)
             tokens, rows = group.entry_tokens, []
             for seat, saved in enumerate(shadow.saved[gid].tolist()):
-                staged_in, valid, real = saved[SAVED_COLUMNS - 3 : SAVED_COLUMNS]
+                staged_in, valid, real = saved[: -2 * group.span][-3:]
                 if staged_in != shadow.step or real == 0:
                     continue
                 block = (valid - 1) // tokens

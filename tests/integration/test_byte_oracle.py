@@ -40,8 +40,8 @@ from tests.helpers.engine import (
 from tests.helpers.oracle import SnapshotOracle, Watch, hash_rows
 from tests.helpers.player import counters
 from tests.helpers.runner_probe import Step
+from vllm_nwor import ops as native
 from vllm_nwor.kv_probe import probe_layout
-from vllm_nwor.ops import SAVED_COLUMNS
 
 # The KV audit, of all bytes.
 EVERYTHING = {"AUDIT": "log", "AUDIT_MIB": "9" * 30, "STRICT": "always"}
@@ -454,7 +454,7 @@ def to_another_log(op: Any, *arguments: Any) -> None:
 
 def valid_too_high(op: Any, *arguments: Any) -> None:
     op(*arguments)
-    arguments[5][:, SAVED_COLUMNS - 2] += 1
+    arguments[5][:, native.SAVED_COLUMNS - 2] += 1
 
 
 # An engine's op does its work otherwise: what is seen, among other things.

@@ -40,7 +40,7 @@ from vllm_nwor.audit import findings as audit_findings
 from vllm_nwor.audit import runner as audit_runner
 from vllm_nwor.audit import startup, state
 from vllm_nwor.audit.findings import AuditError, Finding, Findings, Found, Writer
-from vllm_nwor.audit.requests import MAX_FEATURES, Loads
+from vllm_nwor.audit.requests import Loads
 from vllm_nwor.audit.runner import RunnerAuditV2
 from vllm_nwor.audit.state import Audit, Batch
 from vllm_nwor.audit.tables import AuditedGroup, GroupShape, num_bytes
@@ -540,16 +540,6 @@ def test_the_text_of_a_request_that_goes_back_into_a_block_is_not_known_any_more
     assert world.counts("unverified") == (2,)
 
 
-def test_an_opaque_text_is_not_looked_at():
-    world = World()
-    world.add("a", TEXT[:9], [1, 2, 3])
-    world.requests["a"].is_opaque = True
-    assert world.step(a=9) == []
-    world.add("b", OTHER[:9], [1, 2, 4], hit=8)
-    assert world.step(a=0, b=1) == []
-    assert world.counts("unverified") == (8,)
-
-
 def opaque(**work):
     """A request whose text is not known; what a step does for it."""
     world = World()
@@ -613,15 +603,6 @@ def test_a_text_with_an_image_is_that_texts_with_that_image(
     assert world.hand_on([[1, 2]]) == []
 
 
-def test_texts_with_different_images_share_what_is_before_them():
-    world = World()
-    assert with_image(world, "a", "red", [1, 2, 3], where=(4, 4)) == []
-    assert with_image(world, "b", "blue", [1, 4, 5], where=(4, 4), hit=4) == []
-    assert world.runs("c", TEXT[:9], [1, 6, 7], hit=4) == []
-    assert fields(world.runs("d", TEXT[:9], [1, 2, 8], hit=8)) == ["wrong_prefix"]
-    assert world.counts("unverified") == (0,)
-
-
 def test_another_image_is_written_to_a_slot_and_need_not_change_every_layer():
     """Images may be alike in parts. In the place of a text an image changes them."""
     world = World()
@@ -635,19 +616,6 @@ def test_another_image_is_written_to_a_slot_and_need_not_change_every_layer():
         found = world.step(**{name: 9}, skip=lambda layer, slot: slot in image)
         expected = [("missing_write", p) for p in range(2, 6)]
         assert fields(found, "kind position") == expected * (name == "red")
-
-
-@pytest.mark.parametrize("kind", ["many", "no identifier"])
-def test_images_that_cannot_be_told_apart_make_a_text_opaque(kind):
-    """More than there is room for, or such that vLLM has not hashed."""
-    world = World()
-    images = [(f"{n}", 2, 1) for n in range(MAX_FEATURES)]
-    images.append((None if kind == "no identifier" else "last", 3, 1))
-    for name, blocks, hit in (("a", [1, 2, 3], 0), ("b", [1, 2, 4], 8)):
-        world.add(name, TEXT[:9], blocks, hit=hit)
-        world.requests[name].images = tuple(images[-1:] if "no" in kind else images)
-        assert world.step(**{name: 9 - hit}) == []
-    assert world.counts("unverified") == (8,)
 
 
 def test_bytes_of_an_opaque_text_are_watched_for_others():
@@ -785,30 +753,12 @@ def test_any_byte_of_a_committed_slot(layer, byte, position):
     assert decode(world) == []  # once
 
 
-@pytest.mark.parametrize(
-    ("budget", "slot"), [(EVERYTHING, 3 * N + 3), (0, 1 * N)], ids=["free", "no budget"]
-)
-def test_bytes_that_are_not_watched_may_change(budget, slot):
-    world = prefilled(budget=budget)
-    world.spoil(0, slot)
-    assert decode(world) == []
-    assert (world.counts("contents") == (0,)) is (budget == 0)
-
-
 def test_a_step_with_a_hit_compares_the_other_requests_too():
     world = prefilled()
     world.spoil(0, 2 * N)
     world.add("c", TEXT[:5], [1, 11], hit=4)
     found = world.step(a=1, c=1)
     assert fields(found, "kind slot owner") == [("changed", 2 * N, "a")]
-
-
-def test_a_rejected_draft_that_is_not_undone():
-    world = prefilled(is_undone=True)
-    found = world.step(a=Work(1, (31, 32), 1), restores=False)
-    # Position 12 is the first of block 7.
-    expected = [("changed", 7 * N, NUM_LAYERS, "a")]
-    assert fields(found, "kind slot num_layers writer") == expected
 
 
 def test_the_budget_is_kept_and_the_cursor_goes_around():
@@ -866,22 +816,6 @@ def test_what_was_not_written(rows, layers, expected):
         text = world.requests["a"].text[: finding.position + 1]
         assert finding.expected == hex(identity(text))
         assert finding.found == "0x0"  # nobody's before
-
-
-def test_what_was_not_written_over_another_text():
-    world = prefilled()
-    world.finish("b")
-    world.add("c", TEXT[:1], [4])
-    found = world.step(c=1, skip=lambda *_: True)
-    expected = "missing_write", hex(identity(TEXT[:1])), hex(identity(OTHER[:1]))
-    assert set(fields(found, "kind expected found")) == {expected}
-
-
-def test_the_same_token_again_need_not_change_anything():
-    world = prefilled()
-    world.finish("a")
-    world.add("c", [*OTHER[:9], TEXT[9]], [1, 2, 3])
-    assert world.step(c=10, skip=lambda layer, slot: slot == 3 * N + 1) == []
 
 
 def test_a_placeholder_may_have_been_the_token_that_comes():
@@ -1005,15 +939,6 @@ def test_a_second_snapshot_leaves_out_what_was_loaded():
     assert world.runs("b", OTHER[:9], [1, 2, 3], hit=8, rejected=(77,)) == []
 
 
-def test_what_a_load_brought_before_the_first_drafts_and_its_request():
-    """Of a connector of which nothing is known, to blocks that nobody has had."""
-    world = World(loads=Loads.UNKNOWN)
-    world.fill(OTHER[:8])
-    assert world.runs("a", TEXT[:4], [4, 5], rejected=(77,)) == []
-    world.local = {"b": 0}
-    assert world.runs("b", OTHER[:9], [1, 2, 3], hit=8) == []
-
-
 def test_blocks_that_are_zeroed_and_loaded_in_one_step():
     """As vLLM 0.26 and 0.29 do where a model has Mamba layers; the step has no rows."""
     world = computed(loads=Loads.KNOWN)
@@ -1077,14 +1002,6 @@ def test_what_a_load_brought_and_nobody_compared_is_not_known(kind):
     for _ in blocks:
         found += world.step(b=0)
     assert found == []
-
-
-def test_a_prompt_that_was_loaded_whole_is_computed_from_its_last_token_on():
-    world = filling(Loads.UNKNOWN)
-    world.fill(OTHER[:8])
-    world.local = {"b": 0}
-    assert world.runs("b", OTHER[:8], [1, 2, 3], hit=7) == []
-    assert world.counts("unverified") == (7,)
 
 
 def test_a_load_of_what_nobody_knew_to_be_there_is_no_finding():
@@ -1165,16 +1082,6 @@ def test_a_load_that_brings_other_bytes(layer, is_known):
     assert finding.expected != finding.found
     assert world.step(c=0) == []
     assert world.counts() == (0, 8)
-
-
-def test_what_a_load_brought_where_nothing_was_known_is_not_known_either():
-    """Nobody compares it before a draft is undone there."""
-    world = stored(is_undone=True)
-    world.audit.forget_cache()
-    world.audit._num_scanned = 0
-    assert loaded(world) == []
-    world.finish("c")
-    assert world.runs("d", [91], [2], rejected=(77,)) == []
 
 
 TWICE = [*TEXT[:4], *TEXT[:4]]
@@ -1277,16 +1184,6 @@ def test_a_block_whose_last_slot_was_never_written_is_handed_on():
 # --- the tables -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_announced", [True, False])
-def test_a_copied_block_is_known(is_announced):
-    world = prefilled()
-    for cache in world.caches:
-        cache[11] = cache[2]
-    world.copied = [(2, 11)] if is_announced else []
-    world.requests["a"].blocks[1] = 11
-    assert fields(world.step(a=0, b=0)) == ([] if is_announced else ["wrong_prefix"])
-
-
 def without_host(world, count, *blocks, rows=None):
     """Steps before each of which blocks change, and that the host does not ask for."""
     found, world.found = world.found, lambda: []
@@ -1338,6 +1235,28 @@ class LateOutput:
         return self.output
 
 
+def attached(world, block=15):
+    """The output of a step before which a block changed: 15 is no request's, 1 is in
+    a's table."""
+    without_host(world, 1, block)
+    return world.runner.nwor_audit.attach(world.runner, LateOutput())
+
+
+def begins_next(world):
+    finish(world.device)
+    audit = world.runner.nwor_audit
+    audit.begin_step(world.runner, SchedulerOutput.make_empty())
+    return audit
+
+
+def raises_with_its_output(world):
+    """What was found is left to the output of its step."""
+    output = attached(world, 1)
+    begins_next(world)
+    with pytest.raises(AuditError, match="changed"):
+        output.get_output()
+
+
 def test_an_output_waits_for_its_own_step_alone(monkeypatch):
     """vLLM has the next step running when it reads it."""
     world = prefilled()
@@ -1347,10 +1266,7 @@ def test_an_output_waits_for_its_own_step_alone(monkeypatch):
     arrivals = [Mock(**not_there) for _ in range(2)]
     slots = [(next(outbox._slots)[0], arrival) for arrival in arrivals]
     monkeypatch.setattr(outbox, "_slots", iter(slots))
-    outputs = []
-    for block in (15, 1):  # nobody's, and one of a's
-        without_host(world, 1, block)
-        outputs.append(audit.attach(world.runner, LateOutput()))
+    outputs = [attached(world, block) for block in (15, 1)]
 
     outputs[0].get_output()
     assert [arrival.synchronize.called for arrival in arrivals] == [True, False]
@@ -1383,15 +1299,13 @@ def test_a_rank_whose_outputs_nobody_reads_logs_what_it_found(num_read):
     audit = world.runner.nwor_audit
     audit.raises = True
     logged = []
-    for number, block in enumerate((15, 15, 15, 15, 1, 15, 15)):  # nobody's, or a's
-        without_host(world, 1, block)
-        output = audit.attach(world.runner, LateOutput())
+    for number, block in enumerate((15, 15, 15, 15, 1, 15, 15)):
+        output = attached(world, block)
         if number < num_read:
             output.get_output()
         if number == 4:
             late = output
-        finish(world.device)
-        audit.begin_step(world.runner, SchedulerOutput.make_empty())
+        begins_next(world)
         logged.append(audit.findings.counts["changed"] > 0)
 
     assert logged == [False] * 6 + [True]
@@ -1402,18 +1316,11 @@ def test_a_rank_whose_outputs_nobody_reads_logs_what_it_found(num_read):
 def test_what_comes_of_a_step_is_left_to_its_output(num_before):
     """num_before: outputs that nobody read, as those of vLLM's warm-up."""
     world = prefilled()
-    audit = world.runner.nwor_audit
-    audit.raises = True
+    world.runner.nwor_audit.raises = True
     for _ in range(num_before):
-        without_host(world, 1, 15)
-        audit.attach(world.runner, LateOutput())
-        audit.begin_step(world.runner, SchedulerOutput.make_empty())
-    without_host(world, 1, 1)
-    output = audit.attach(world.runner, LateOutput())
-    finish(world.device)
-    audit.begin_step(world.runner, SchedulerOutput.make_empty())
-    with pytest.raises(AuditError, match="changed"):
-        output.get_output()
+        attached(world)
+        begins_next(world)
+    raises_with_its_output(world)
 
 
 class Interleaved:
@@ -1444,12 +1351,7 @@ def test_an_output_that_is_read_while_one_is_attached_counts_as_read(monkeypatch
     for _ in range(5):
         number.meanwhile = output.get_output
         output = audit.attach(world.runner, LateOutput())
-    without_host(world, 1, 1)
-    output = audit.attach(world.runner, LateOutput())
-    finish(world.device)
-    audit.begin_step(world.runner, SchedulerOutput.make_empty())
-    with pytest.raises(AuditError, match="changed"):
-        output.get_output()
+    raises_with_its_output(world)
 
 
 class Payload:
@@ -1747,18 +1649,6 @@ def test_a_wake_up_of_the_cache_makes_it_another_one(tags, is_known):
     assert set(fields(found, "kind slot")) == (
         {("changed", 2 * N)} if is_known else set()
     )
-
-
-def test_a_request_that_goes_on_after_a_wake_up_reads_what_is_gone():
-    """vLLM preempts what runs, and computes it again. Blocks stay whose they were."""
-    world = prefilled()
-    world.finish("b")
-    world.audit.forget_cache()
-    found = world.step(a=1)
-    assert fields(found, "kind slot found") == [
-        ("wrong_prefix", 2 * N - 1, hex(0)),
-        ("wrong_prefix", 3 * N - 1, hex(0)),
-    ]
 
 
 @pytest.mark.parametrize("heads", [1, 3])

@@ -11,7 +11,6 @@ import sys
 import pytest
 import torch
 
-from tests.helpers.environment import REPO
 from tests.kernels.reference import PAD
 from tests.kernels.test_transaction import EXAMPLE
 from tests.kernels.test_validation import ON_CUDA, Calls
@@ -69,15 +68,18 @@ def test_compiled_without_a_graph_break(device):
         assert not torch.equal(old, layer.memory)
 
 
-def test_columns_are_those_of_the_kernels():
-    """The names in ops.py are those of the C++ sources, in their order."""
-    source = (REPO / "csrc/nwor/table.h").read_text()
-    row = source[source.index("struct LayerRow {") : source.index("num_slots() const")]
-    assert tuple(re.findall(r"^  int64_t (\w+);", row, re.M)) == ops.TABLE_COLUMNS
-    enum = source[source.index("enum Counter") : source.index("kNumCounters")]
-    counters = re.findall(r"^  k(\w+),", enum, re.M)
-    words = tuple(re.sub(r"\B(?=[A-Z])", "_", name).lower() for name in counters)
-    assert words == ops.COUNTER_COLUMNS
+@pytest.mark.parametrize("name", ["MAX_FEATURES", "LOADS", "NO_CONSTANT_OF_IT"])
+def test_a_constant_that_is_not_the_librarys_is_refused(monkeypatch, name):
+    """Also if the module that declares it is imported when the library is loaded."""
+    ops.load()
+    monkeypatch.setattr(ops, "_shared", {})
+    with pytest.raises(ops.NworOpsUnavailable, match=f"its constant {name} is .* -1,"):
+        ops.shared(name, -1)
+
+
+def test_a_name_that_is_not_declared_is_no_attribute():
+    with pytest.raises(AttributeError, match="has no attribute 'MAX_FEATURE'"):
+        _ = ops.MAX_FEATURE
 
 
 # One process: what was not loaded can be loaded later, and nothing twice.
@@ -118,6 +120,11 @@ torch.Tensor.__dlpack_c_exchange_api__ = exchange
 ops.VERSION += 1
 refused()
 ops.VERSION -= 1
+shared = dict(ops._shared)
+ops.shared("COUNTER_COLUMNS", reversed(ops.COUNTER_COLUMNS))
+refused()
+ops._shared.update(shared)
+assert ops.SAVED_COLUMNS == 11  # loads it
 ops.load()
 assert ops.load().__file__ == str(ops.LIBRARY)
 
@@ -133,6 +140,7 @@ REFUSED = [
     "{0} cannot be loaded .*; build it again with the installed torch .*",
     *[NO_EXCHANGE] * 3,
     "{0}: it is of another version of vllm-nwor: build it again",
+    "{0}: its constant COUNTER_COLUMNS is .*'windows': 0, .*; must be .*'windows': 8.*",
     "{1} is not where the registered ops came from: another copy of vllm-nwor is .*",
 ]
 
@@ -186,39 +194,30 @@ class TestOnCuda:
         assert not waits, keys
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
 
-    def test_shadow_blocks_in_a_captured_graph(self):
-        """A replay reads the tables that are there then, and leaves `saved` as the
-        next one needs it."""
+    def test_in_a_captured_graph(self):
+        """Capturing refuses anything that waits. A replay reads the tables and slots of
+        that time, and leaves `saved` as the next one needs it."""
         calls = calls_on(torch.device("cuda"))
         side = calls.side
-        calls.call(STAGE)
-        calls.call(COMMIT)
+        names = LOG, STAGE, COMMIT
+        for name in names:
+            calls.call(name)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            calls.call(STAGE)
-            calls.call(COMMIT)
+            for name in names:
+                calls.call(name)
+        layer = calls.layers[0]
+        layer.memory[layer.index([3])[0].cuda()] = 99
         for runs in (2, 3):
             graph.replay()
             wanted = [2 * runs, 6 * runs, runs, 5 * runs]
             assert side.counters[0, :4].tolist() == wanted
             assert side.block_table[:3].tolist() == [list(r.entries) for r in EXAMPLE]
+            assert (calls.undo_log[0, :256] == 99).all()
         side.block_table[0, 2] = 0  # a null entry
-        graph.replay()
-        assert side.saved[:3, 0].tolist() == [-3, 0, 3]
-
-    def test_in_a_captured_graph(self):
-        """Capturing refuses whatever waits; replaying reads what is there then."""
-        calls = calls_on(torch.device("cuda"))
-        calls.call(LOG)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            calls.call(LOG)
-        layer = calls.layers[0]
-        layer.memory[layer.index([3])[0].cuda()] = 99
-        graph.replay()
-        assert (calls.undo_log[0, :256] == 99).all()
         calls.arguments[LOG]["slot_mapping"].fill_(PAD)
         graph.replay()
+        assert side.saved[:3, 0].tolist() == [-3, 0, 3]
         assert calls.log_slots[:3].tolist() == [PAD] * 3
 
     def test_on_the_current_stream(self):
@@ -244,4 +243,4 @@ class TestOnCuda:
             assert torch.cuda.current_device() == 0
         torch.cuda.synchronize(1)
         counters = calls.arguments[RESTORE]["counters"]
-        assert counters.tolist() == [2, 3, 1, 2, 2 * 2 * 256, 0, 0, 0]
+        assert counters.tolist() == [2, 3, 1, 2, 0, 2 * 2 * 256, 0, 0, 0]

@@ -35,6 +35,7 @@ STUB = {
     "CMakeLists.txt": "project(stub\n  LANGUAGES CXX)\nset(DEVICE cpu)\n",
     "setup.py": "ext_modules = []\npackage_data = {\n    'vllm': [],\n}\nsetup()\n",
     "csrc/ops.h": "",
+    "cmake/utils.cmake": "",
 }
 # What builds a checkout, and no wheel has; of csrc what is built for any device.
 BUILD_FILES = ("CMakeLists.txt", "setup.py", "cmake/**/*", "requirements/*")

@@ -45,7 +45,7 @@ THROWS = r"""
 #include <string>
 #include <thread>
 #include <vector>
-#include "parallel.h"
+#include "common/parallel.h"
 
 extern "C" AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain,
                                       ParallelFunc body, void* context) {
@@ -87,6 +87,7 @@ PYTHON = {
     *("PyModule_Create2", "PyObject_Free", "PyObject_GetAttrString"),
     *("PyTuple_GetItem", "PyTuple_Size", "PyType_FromSpec", "PyType_GenericAlloc"),
     *("_Py_Dealloc", "_Py_NoneStruct"),
+    *("PyDict_New", "PyDict_SetItemString", "PyLong_FromLongLong"),
 }
 
 
@@ -111,13 +112,13 @@ def edited(path: Path, old: str, new: str) -> Iterator[None]:
 def test_rebuild_compiles_only_what_changed_and_says_why_it_is_of_no_use(tmp_path):
     """Of a copy of what it needs. Who has the old library open keeps it whole."""
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
-    for name in ("csrc", "vllm/v1/nwor"):
+    for name in ("cmake", "csrc", "vllm/v1/nwor"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     (tmp_path / "tools").mkdir()
     for name in ("CMakeLists.txt", f"tools/{REBUILD}", "tools/native.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     library = tmp_path / "vllm/v1/nwor" / native.LIBRARY
-    source = tmp_path / "csrc/nwor/cow_cpu.cpp"
+    source = tmp_path / "csrc/nwor/transaction/cow_cpu.cpp"
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
     env = {"PATH": path, "PYTHON": sys.executable, "HOME": str(tmp_path)}
 
@@ -150,11 +151,11 @@ def test_rebuild_compiles_only_what_changed_and_says_why_it_is_of_no_use(tmp_pat
         status, said = rebuild()
     assert (status, "native build: `cmake` failed" in said) == (1, True)
     # All compiles, and is of no use.
-    define = 'ops.def("audit_snapshot('
-    bindings = source.with_name("torch_bindings.cpp")
+    define = 'ops.def(\n      "unstage('
+    bindings = tmp_path / "csrc/nwor/bindings/torch_bindings.cpp"
     with edited(bindings, define, f"if (false) {define}"):
         status, said = rebuild()
-    assert (status, "audit_snapshot" in said) == (1, True)
+    assert (status, "unstage" in said) == (1, True)
 
 
 def test_what_a_parallel_loop_throws_comes_back_to_its_caller(tmp_path):
@@ -170,9 +171,27 @@ def test_what_a_parallel_loop_throws_comes_back_to_its_caller(tmp_path):
 def test_nothing_is_returned_by_a_macro_that_is_only_right_for_newer_pythons():
     """With the headers of 3.12.1 or 3.13.0 Py_RETURN_NONE takes no reference, also in
     the limited API of 3.11, whose interpreter then runs out of them."""
-    for source in (ROOT / "csrc/nwor").glob("*.cpp"):
+    for source in (ROOT / "csrc/nwor/bindings").glob("*"):
         used = re.search(r"^\s*Py_RETURN_", source.read_text(), re.MULTILINE)
         assert not used, source
+
+
+# What each folder of csrc/nwor may include.
+MAY_INCLUDE = {
+    "common": {"common"},
+    "transaction": {"common", "transaction"},
+    "audit": {"common", "audit"},
+    "bindings": {"common", "transaction", "audit", "bindings"},
+}
+
+
+def test_transaction_and_audit_do_not_include_each_other():
+    sources = ROOT / "csrc/nwor"
+    assert {path.name for path in sources.iterdir()} == MAY_INCLUDE.keys()
+    for folder, allowed in MAY_INCLUDE.items():
+        for source in (sources / folder).iterdir():
+            used = re.findall(r'^#include "(\w+)/', source.read_text(), re.MULTILINE)
+            assert set(used) <= allowed, source
 
 
 @pytest.mark.slow

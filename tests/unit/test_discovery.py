@@ -425,7 +425,7 @@ def test_layers_that_will_be_refused_are_marked_before_the_cache_is_sized(
 
 
 def test_more_entries_than_a_kernel_holds_are_refused_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(staging, "MAX_SPAN", 1)
+    monkeypatch.setattr(staging.ops, "MAX_SPAN", 1)
     found = staged_runner()
     manager, (info,), _ = build(found, mode=Mode.STAGE)
     assert info.resolved == "stage"

@@ -297,7 +297,7 @@ def test_an_image_copies_all_that_a_wheel_is_built_of(name, sdist):
         held = {one.name.partition("/")[2] for one in archive if one.isfile()}
     written = re.compile(r"PKG-INFO|setup\.cfg|vllm_nwor\.egg-info/.*")
     needed = {one for one in held if not written.fullmatch(one)}
-    assert {"setup.py", "csrc/nwor/table.h"} < needed
+    assert {"setup.py", "csrc/nwor/common/table.h"} < needed
     assert needed - copied == set()
     assert not any(one.endswith(".so") for one in copied)
     # What is picked of the requirements is there, and the version is ours.
@@ -311,7 +311,7 @@ def test_the_gpu_image_is_of_a_vllm_that_was_tried_and_compiles_as_the_sources_d
     text = (DOCKER / "Dockerfile").read_text()
     arguments = dict(re.findall(r'^ARG (\w+)="?([^"\n]+)', text, re.MULTILINE))
     assert arguments["VLLM_VERSION"].removeprefix("v") in VERSIONS
-    cmake = (ROOT / "csrc" / "nwor" / "cuda.cmake").read_text()
+    cmake = (ROOT / "cmake" / "nwor" / "cuda.cmake").read_text()
     assert f'set(NWOR_CUDA_ARCHS "{arguments["NWOR_CUDA_ARCHS"]}"' in cmake
 
 

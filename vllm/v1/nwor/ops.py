@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native ops: loads the library, registers fakes, and says what each op does.
+"""The native library: loads it, registers fakes, and documents each op.
 
-csrc/nwor/ implements them for the CPU and for CUDA. There are two ways to call them,
-with the same checks and texts:
-- the attributes of this module are ops of PyTorch, in `torch.ops._C_cache_ops`;
-- the attributes of what `load` returns are for a step, where PyTorch's dispatcher costs
-  more than the op (csrc/nwor/python_bindings.cpp): the audit's ops as builtins, which
-  take all of their arguments, by position; and two classes, LoggedLayers and
-  StagedLayers, which make the other ops' launches step after step: what no step changes
-  is given, and checked, once. On CUDA the tensors' device must be current.
+csrc/nwor implements the ops for the CPU and for CUDA. There are two ways to call them,
+with the same checks and messages:
+- `torch.ops._C_cache_ops`, or the attributes of this module, which are the same
+  objects: the public way for the five ops of the transaction. They are ops of PyTorch,
+  so they can be traced, compiled and captured.
+- `load_builtins`: what a step calls. The classes LoggedLayers and StagedLayers launch
+  the same ops for one table of layers, step after step; arguments that no step changes
+  are given, and checked, once. The audit's ops are builtin functions there and nowhere
+  else. All arguments are positional. On CUDA the tensors' device must be current.
 
-All of them copy bytes, blind to dtypes. None allocates or
-waits for the device: on CUDA each is one launch on the current stream, and may run in a
-captured graph; on the CPU a call returns when the copy is done, having checked every
-value before the first byte is written. On CUDA only what the host knows is checked;
-drafts whose slot is out of range are left alone, and counted as `invalid_slots`.
-A bad argument raises RuntimeError, which names it, its value and the rule.
+A step does not go through PyTorch's dispatcher, because begin and commit then take the
+host 107 us instead of 34 us (mode cow, batch 16, H100;
+results/host_profile_v1-ngram-k4-a70-h100.json, `ops` and `prepared`).
 
-An op hides which caches it reads and writes behind a table of addresses, where PyTorch
-cannot see them. Who holds the table keeps the caches alive, and keeps the calls out of
-anything that reorders ops by their schemas.
+All ops copy bytes and ignore dtypes. None allocates memory or waits for the device: on
+CUDA each is one launch on the current stream, and may run in a captured graph; on the
+CPU a call returns when the copy is done, and checks every value before it writes the
+first byte. On CUDA only what the host knows is checked; drafts whose slot is out of
+range are left alone, and counted as `invalid_slots`. A bad argument raises
+RuntimeError, which names it, its value and what is allowed.
+
+An op reads and writes caches whose addresses are in a table, so PyTorch does not see
+them. The owner of the table keeps the caches alive, and keeps the calls out of anything
+that reorders ops by their schemas.
 
 Words: a draft's place in a batch follows from `cu_num_logits`, the inclusive cumulative
 number of logits rows; a request has 1 + k rows, the first of which is no draft. With
@@ -30,15 +35,69 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+
+LIBRARY = Path(__file__).with_name("_nwor_C.so")
+# kVersion of csrc/nwor/bindings/python_bindings.cpp.
+VERSION = 8
+
+_NAMESPACE = "_C_cache_ops"
+# The ops of the transaction, which PyTorch's dispatcher has.
+NAMES = (
+    *("log_cache_slots", "restore_rejected_drafts"),
+    *("stage", "commit_draft_layer", "unstage"),
+)
+# What a step calls.
+CLASSES = ("LoggedLayers", "StagedLayers")
+AUDIT_NAMES = (
+    *("audit_seat", "audit_plan", "audit_resolve"),
+    *("audit_blocks", "audit_snapshot"),
+)
+# Set on torch's namespace object: the library whose ops it has. Another copy of this
+# module reads it.
+_LIBRARY_MARK = "nwor_library"
+
+
+class NworOpsUnavailable(RuntimeError):
+    """The native library, or its part for the device asked for, is not there."""
+
+
+# --- constants ------------------------------------------------------------------------
+
+# csrc/nwor/bindings/constants.h exports the library's. Python reads them as attributes
+# of this module. Those that are needed where the library may be missing are written in
+# Python, too, and are compared when it is loaded (`shared`).
+
+_shared: dict[str, Any] = {}
+
+
+def shared(name: str, value: Mapping[str, int] | Sequence[str] | int) -> None:
+    """Declares that the library's constant `name` is `value`, a sequence of names
+    meaning their places in it. Raises NworOpsUnavailable, now or when the library is
+    loaded, if it is not."""
+    if not isinstance(value, Mapping | int):
+        value = {name: place for place, name in enumerate(value)}
+    _shared[name] = value
+    if _load_library.cache_info().currsize:
+        _compare(_load_library(), name)
+
+
+def _compare(library: ModuleType, name: str) -> None:
+    found = getattr(library, name, None)
+    if found != _shared[name]:
+        raise NworOpsUnavailable(
+            f"{LIBRARY}: its constant {name} is {found}; must be {_shared[name]}, "
+            "which is Python's: build it again"
+        )
+
 
 # Columns of a layer table, int64 [num_layers, 9], in bytes unless they count.
 TABLE_COLUMNS = (
@@ -67,47 +126,47 @@ COUNTER_COLUMNS = (
     "committed_bytes",
 )
 
-# Columns of a seat saved by `stage`, int32, in front of its real and shadow entries.
-SAVED_COLUMNS = 11
-
-# log_slots entries that are no slot: padding or no draft; refused on the device.
-PAD_SLOT = -1
-INVALID_SLOT = -2
-
 # first_shadow_slot of a group without shadow blocks.
 NO_SHADOW = 2**63 - 1
 
-LIBRARY = Path(__file__).with_name("_nwor_C.so")
-# kVersion of csrc/nwor/python_bindings.cpp.
-VERSION = 7
+# Columns of a seat saved by `stage`, int32, in front of its real and shadow entries.
+SAVED_COLUMNS: int
+# log_slots entries that are no slot: padding or no draft; refused on the device.
+PAD_SLOT: int
+INVALID_SLOT: int
+# On CUDA: entries of a block table that a window can have in shadow, and requests in a
+# batch that is audited.
+MAX_SPAN: int
+MAX_REQS: int
+# Columns of the audit's int64 tables: SlotRecord, Seat, PlanRow and Finding of audit.h.
+RECORD_COLUMNS: int
+SEAT_COLUMNS: int
+PLAN_COLUMNS: int
+FINDING_COLUMNS: int
 
-_NAMESPACE = "_C_cache_ops"
-AUDIT_NAMES = (
-    *("audit_seat", "audit_plan", "audit_resolve"),
-    *("audit_blocks", "audit_snapshot"),
-)
-NAMES = (
-    *("log_cache_slots", "restore_rejected_drafts"),
-    *("stage", "commit_draft_layer", "unstage", *AUDIT_NAMES),
-)
-CLASSES = ("LoggedLayers", "StagedLayers")
-# Set on torch's namespace object, for a second copy of this module: whose ops it has.
-_LIBRARY_MARK = "nwor_library"
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """The ops and the constants that are declared here without a value; loads the
+        library, so raises NworOpsUnavailable."""
+        if name in sys.modules[__name__].__annotations__:
+            _load_library()
+            return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class NworOpsUnavailable(RuntimeError):
-    """The native library, or its part for the device asked for, is not there."""
+# --- loading --------------------------------------------------------------------------
 
 
 def load(device_type: str = "cpu") -> ModuleType:
-    """Makes the ops available; the library, a module that has what a step calls.
+    """Makes the ops available. Returns the library, a module.
 
-    device_type: "cpu" or "cuda", where the ops shall run.
+    device_type: "cpu" or "cuda", where the ops will run.
 
     Raises:
         NworOpsUnavailable: the library is missing, cannot be loaded, is another copy or
             of another version, or was built without CUDA and device_type asks for it.
-            Nothing is guessed or built.
+            Nothing is built here.
     """
     library = _load_library()
     if device_type == "cuda" and not has_cuda():
@@ -121,12 +180,11 @@ def load(device_type: str = "cpu") -> ModuleType:
 
 
 def load_builtins(device: torch.device) -> SimpleNamespace:
-    """The library's builtin functions and classes, by name: what a step calls. On CUDA
-    also loads the kernels of log, restore, stage and commit, which a step should not
-    wait for.
+    """The library's functions and classes that a step calls, by name. On CUDA this also
+    loads the kernels of log, restore, stage and commit, so that no step waits for that.
 
     Raises:
-        NworOpsUnavailable: on CUDA also if there is no code for this GPU.
+        NworOpsUnavailable: as `load`; on CUDA also if there is no code for this GPU.
     """
     library = load(device.type)
     if device.type == "cuda":
@@ -134,12 +192,17 @@ def load_builtins(device: torch.device) -> SimpleNamespace:
         try:
             library.load_kernels(index)
         except RuntimeError as error:
-            raise NworOpsUnavailable(f"{LIBRARY}: {error}") from error
+            archs = library.cuda_build.split()[1].split(",")
+            built_for = ", ".join(f"sm_{arch.removesuffix('0')}" for arch in archs)
+            raise NworOpsUnavailable(
+                f"{LIBRARY}: {error}. It was built for {built_for}, and NWOR needs a "
+                "GPU of sm_80 or newer; NWOR_CUDA_ARCHS chooses others for a build"
+            ) from error
     called = (*AUDIT_NAMES, *CLASSES)
     return SimpleNamespace(**{name: getattr(library, name) for name in called})
 
 
-class _Waits:
+class _Synchronizing:
     """An object each of whose methods then waits for the device."""
 
     def __init__(self, of: object, device: torch.device) -> None:
@@ -153,13 +216,14 @@ class _Waits:
         return run
 
 
-def that_wait(ops: Any, device: torch.device) -> SimpleNamespace:
-    """The classes of `ops`, whose launches are waited for: VLLM_NWOR_DEBUG_SYNC."""
+def synchronizing(ops: Any, device: torch.device) -> SimpleNamespace:
+    """The classes of `ops`, waiting for the device after each launch:
+    VLLM_NWOR_DEBUG_SYNC."""
 
-    def waiting(of: Callable[..., object]) -> Callable[..., _Waits]:
-        return lambda *made_of: _Waits(of(*made_of), device)
+    def wrapped(of: Callable[..., object]) -> Callable[..., _Synchronizing]:
+        return lambda *made_of: _Synchronizing(of(*made_of), device)
 
-    return SimpleNamespace(**{name: waiting(getattr(ops, name)) for name in CLASSES})
+    return SimpleNamespace(**{name: wrapped(getattr(ops, name)) for name in CLASSES})
 
 
 def has_cuda() -> bool:
@@ -170,7 +234,7 @@ def has_cuda() -> bool:
 @cache
 def _load_library() -> ModuleType:
     namespace = getattr(torch.ops, _NAMESPACE)
-    imported = sys.modules.get(f"{__package__}._nwor_C")  # by somebody else
+    imported = sys.modules.get(f"{__package__}._nwor_C")  # by other code
     is_ours = getattr(imported, "__file__", None) == str(LIBRARY)
     # Two libraries with the same op end the process without an exception.
     if getattr(namespace, _LIBRARY_MARK, None) != LIBRARY:
@@ -197,12 +261,20 @@ def _load_library() -> ModuleType:
         raise NworOpsUnavailable(
             f"{LIBRARY}: it is of another version of vllm-nwor: build it again"
         )
+    for name in _shared:
+        _compare(library, name)
     for name in NAMES:
         torch.library.register_fake(f"{_NAMESPACE}::{name}", _no_result)
-    # torch's own objects: no search by argument types at each call, no frame of ours,
-    # and nothing that torch.compile could not trace.
+    # torch's own objects: they are not looked up by argument types at each call, add no
+    # Python frame, and torch.compile can trace them.
     globals().update({name: getattr(namespace, name).default for name in NAMES})
+    declared = sys.modules[__name__].__annotations__.keys() - globals().keys()
+    globals().update({name: getattr(library, name) for name in declared})
     return library
+
+
+shared("TABLE_COLUMNS", TABLE_COLUMNS)
+shared("COUNTER_COLUMNS", COUNTER_COLUMNS)
 
 
 def _no_result(*_args: object) -> None:
@@ -216,7 +288,9 @@ def publish(to: Tensor, counters: Tensor) -> None:
     to.copy_(counters, non_blocking=True)
 
 
-# The ops, once loaded; arguments are in the order of csrc/nwor/ops.h.
+# --- ops ------------------------------------------------------------------------------
+
+# Arguments are in the order of csrc/nwor/transaction/ops.h.
 
 log_cache_slots: OpOverload
 """Copies the bytes at all draft slots, of all layers, to the undo log.

@@ -27,8 +27,6 @@ __all__ = ["NAME", "build", "is_wanted", "refused", "reserved_bytes"]
 
 logger = logging.getLogger("vllm.v1.nwor")
 
-# Requests in a batch: kMaxRows of audit_cuda.cu.
-MAX_ROWS = 4096
 # Of the blocks of a cache, those that a KV connector stored last and that are compared
 # when they come back: one in so many.
 STORED_SHARE = 6
@@ -103,8 +101,8 @@ def _refusal(limits: RunnerLimits) -> str:
     """Why nothing of a runner can be audited, or nothing."""
     if limits.device.type not in ("cpu", "cuda"):
         return f"it runs on cpu and cuda, and this is {limits.device.type}"
-    if limits.device.type == "cuda" and limits.num_rows > MAX_ROWS:
-        return f"max_num_seqs is {limits.num_rows}; must be at most {MAX_ROWS}"
+    if limits.device.type == "cuda" and limits.num_rows > ops.MAX_REQS:
+        return f"max_num_seqs is {limits.num_rows}; must be at most {ops.MAX_REQS}"
     return limits.step_refusal
 
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 
-from ..ops import PAD_SLOT
+from .. import ops
 from ..step import Transfer
 from .bench import Bench
 from .findings import Finding
@@ -96,7 +96,7 @@ def _restore(
 
 def skipped_restore(bench: Bench) -> Sequence[int]:
     """NWOR does not undo a step's rejected drafts."""
-    return _restore(bench, lambda slots: slots.fill_(PAD_SLOT))
+    return _restore(bench, lambda slots: slots.fill_(ops.PAD_SLOT))
 
 
 def bent_restore(bench: Bench) -> Sequence[int]:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from ..metrics import FINDINGS
+from ..ops import shared
 from .tables import MAX_KEPT, AuditedGroup
 
 logger = logging.getLogger("vllm.v1.nwor")
@@ -32,6 +33,7 @@ logger = logging.getLogger("vllm.v1.nwor")
 Slot = tuple[Sequence[torch.Tensor], torch.cuda.Event | None]
 
 CLASSES = tuple(FINDINGS)
+shared("FINDING_CLASSES", CLASSES)
 
 
 # Steps whose findings may be on their way to the host: vLLM has two in flight.
@@ -65,7 +67,7 @@ class Finding:
     request that the slot belongs to (foreign_write: whose block it is). step: of the
     worker, when it was found. expected, found: identities of a text up to the slot,
     checksums of a layer's bytes, slots (foreign_write), or a slot's states (handed_on
-    without a layer: SlotState of csrc/nwor/audit.h).
+    without a layer: SlotState of csrc/nwor/audit/audit.h).
     """
 
     kind: str
@@ -89,7 +91,7 @@ class Finding:
 def decode(
     row: Sequence[int], group: AuditedGroup, name_of: Callable[[int], str | None]
 ) -> Finding:
-    """A row of `findings`, in the columns of Finding of csrc/nwor/audit.h."""
+    """A row of `findings`, in the columns of Finding of csrc/nwor/audit/audit.h."""
     step, number, owner, position, slot, layer, num_layers = row[:7]
     writer, writer_step, *values = row[7:]
     kind, shape = CLASSES[number], group.shape

@@ -17,16 +17,21 @@ from typing import Any
 import torch
 
 from ..layout.caches import Loads
+from ..ops import shared
 from ..step import NewRequest
 
 # Names of requests that findings may still ask for.
 MAX_NAMES = 1 << 16
 # Generations are int32 on the device; behind the last one comes 1 again.
 MAX_GENERATION = (1 << 31) - 1
-# Images and the like of a request, and the int64 of each: kMaxFeatures and Feature of
-# csrc/nwor/audit.h.
+# Images and other inputs that are not tokens, of a request, and the int64 of each.
 MAX_FEATURES, FEATURE_COLUMNS = 64, 3
+shared("MAX_FEATURES", MAX_FEATURES)
+shared("FEATURE_COLUMNS", FEATURE_COLUMNS)
 NO_FEATURES = torch.empty(0, FEATURE_COLUMNS, dtype=torch.int64)
+
+
+shared("LOADS", Loads.__members__)
 
 
 @dataclass
@@ -49,7 +54,7 @@ class Request:
 
 
 # What the keys and values at a position of a request depend on, and what keeps them
-# from other requests. All of it is in H of csrc/nwor/audit.h:
+# from other requests. All of it is in H of csrc/nwor/audit/audit.h:
 #
 #   tokens up to the position, and where      on the device
 #   adapter: its name and its path            seed_of

@@ -201,7 +201,7 @@ class Audit:
     def _blocks(
         self, group: AuditedGroup, event: int, values: Collection[tuple[int, int]]
     ) -> None:
-        """event, and the value of each block: as BlockEvent of csrc/nwor/audit.h."""
+        """event, and the value of each block: as BlockEvent of audit.h."""
         if values:
             ids, of_ids = zip(*values, strict=True)
             blocks = torch.tensor(ids, dtype=torch.int32)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the KV audit keeps of a KV-cache group: the tables that its ops read and write.
 
-csrc/nwor/audit.h has the structs that are their rows, in these columns.
+csrc/nwor/audit/audit.h has the structs that are their rows, in these columns.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import ops
 from ..layout.tables import ALIGNMENT, DeviceMemory, LayerCache, copy_tables
 from ..ops import TABLE_COLUMNS
 from .requests import FEATURE_COLUMNS, MAX_FEATURES
 
-# Columns of int64 tables: SlotRecord, Seat, PlanRow, Finding; Feature's are in
-# requests.py.
-RECORD_COLUMNS, SEAT_COLUMNS, PLAN_COLUMNS, FINDING_COLUMNS = 4, 8, 10, 11
-# What becomes of blocks: BlockEvent.
+# What becomes of blocks: BlockEvent of audit.h.
 GIVEN, FILLED, STORED = range(3)
+ops.shared("BLOCK_EVENTS", ("GIVEN", "FILLED", "STORED"))
 
 
 # Findings of a step, and of those in memory and in the file: kept ones.
@@ -54,13 +53,13 @@ def _shapes(
     num_blocks = shape.num_blocks + shape.num_stored
     num_rows = num_blocks * shape.block_size
     return {
-        "records": ((num_rows, RECORD_COLUMNS), torch.int64),
-        "seats": ((num_seats, SEAT_COLUMNS), torch.int64),
+        "records": ((num_rows, ops.RECORD_COLUMNS), torch.int64),
+        "seats": ((num_seats, ops.SEAT_COLUMNS), torch.int64),
         "features": ((num_seats * MAX_FEATURES, FEATURE_COLUMNS), torch.int64),
         "expected": ((num_seats, shape.max_blocks), torch.int64),
         "owners": ((shape.num_blocks,), torch.int32),
-        "plan": ((max_tokens, PLAN_COLUMNS), torch.int64),
-        "findings": ((1 + MAX_KEPT, FINDING_COLUMNS), torch.int64),
+        "plan": ((max_tokens, ops.PLAN_COLUMNS), torch.int64),
+        "findings": ((1 + MAX_KEPT, ops.FINDING_COLUMNS), torch.int64),
         "stores": ((num_blocks,), torch.int64),
         "contents": ((num_rows, num_layers), torch.int32),
     }

@@ -302,17 +302,8 @@ METHODS = tuple(row for row in [*globals().values()] if isinstance(row, HookTarg
 def _attributes(runner: str) -> tuple[Change, ...]:
     """What both model runners get."""
     return (
-        Change(runner, "nwor_state", "the manager and the audit", UNWRAPPED),
-        Change(runner, "nwor_log_storage", "memory of the undo log", MEMORY_ANNOUNCED),
-        Change(runner, "nwor_audit_storage", "its memory", MEMORY_ANNOUNCED, True),
-        Change(runner, "nwor_audit", "the audit, for other threads", UNWRAPPED, True),
-        Change(
-            runner,
-            "nwor_ended_audit",
-            "an audit that failed: kernels may still write to its memory",
-            UNWRAPPED,
-            True,
-        ),
+        Change(runner, "nwor_state", "its observers, the step being made", UNWRAPPED),
+        Change(runner, "nwor_storages", "reserved device memory", MEMORY_ANNOUNCED),
     )
 
 

@@ -24,7 +24,7 @@ from ..config import Mode, NworConfig
 from ..layout.caches import ExpectedCaches, RunnerCaches
 from ..step import Observer, Step
 from . import caches, connectors, outputs
-from .ledger import V1_COMMON, Method
+from .ledger import V1_COMMON
 from .scheduled import ScheduledStep
 
 logger = logging.getLogger("vllm.v1.nwor")

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from .. import ops
 from ..base.errors import error_text
 from ..layout.regions import StagedGroup
 from ..layout.tables import LayerCache
@@ -16,9 +17,6 @@ from .engine_core import VERDICT, LayerVerdict, copies_refusal, stage_refusal
 from .layers import draft_layer_names, entry_tokens, layer_refusal
 
 logger = logging.getLogger("vllm.v1.nwor")
-
-# Entries of a block table that a window can have in shadow: kMaxSpan of shadow_cuda.cu.
-MAX_SPAN = 64
 
 
 def mark_layers(runner: Any, specs: Mapping[str, Any], reuses_metadata: bool) -> None:
@@ -78,7 +76,7 @@ def staged_group(
         if end > (num_slots := layer.layout.num_blocks * size):
             return f"{has} {num_slots} slots, and shadow blocks end at {end}"
     staged = StagedGroup(region, tokens)
-    if runner.device.type == "cuda" and staged.span > MAX_SPAN:
-        needed = f"{staged.span} entries of its block table, more than {MAX_SPAN}"
+    if runner.device.type == "cuda" and staged.span > ops.MAX_SPAN:
+        needed = f"{staged.span} entries of its block table, more than {ops.MAX_SPAN}"
         return f"a request needs {needed}"
     return staged

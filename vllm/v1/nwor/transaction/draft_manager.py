@@ -133,7 +133,7 @@ class DraftCommitManager:
         self.ops = native_ops.load_builtins(self.device) if ops is None else ops
         self._debug_sync = config.debug_sync
         if config.debug_sync and self.device.type != "cpu":
-            self.ops = native_ops.that_wait(self.ops, self.device)
+            self.ops = native_ops.synchronizing(self.ops, self.device)
         memory = DeviceMemory(self.device, storage)
         self.groups = [
             GroupLog(

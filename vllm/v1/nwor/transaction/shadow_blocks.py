@@ -26,7 +26,7 @@ fewer seats than requests, those without one are the undo log's (draft_manager.p
 V2 `Seats` gives out what is free. Committed rows that
 the shadow has from the step before are not copied again. What a shadow has counts only
 if the seat was committed in the runner's step before this one, up to the first row that
-this step writes, to the block that is in the table now (csrc/nwor/shadow.h says why
+this step writes, to the block that is in the table now (shadow.h of csrc says why
 that is enough); so nobody has to notice when a request goes, moves or is preempted. The
 exception is a step that verifies drafts of a request which did not run in the step
 before: in that one nothing counts.
