@@ -3,7 +3,7 @@
 """Prints the lines of code in each part of sizes.yml, next to the most it may have.
 
 Exit status: 0 all parts are within their size; 1 one is larger, or has no file (its
-folder has moved). Counts the files that git tracks, and new ones that it does not ignore.
+folder has moved). Counts tracked files, and new ones that git does not ignore.
 """
 
 from __future__ import annotations
