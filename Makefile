@@ -36,7 +36,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 .DEFAULT_GOAL := help
 .PHONY: help bench picture test serve soak lint format wheel setup models lock deps clean distclean
 .PHONY: gpu-test gpu-bench nightly mutation-check rebuild image image-cpu
-.PHONY: check-vllm test-older test-oldest reach lines
+.PHONY: check-vllm test-older test-oldest reach
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) \
@@ -137,7 +137,7 @@ serve: models ## OpenAI-compatible server on port 8000 with NWOR on
 		--override-generation-config '{"temperature": 0}' \
 		--speculative-config '$(SPECULATION)' $(ARGS)
 
-lint: setup ## check style and types
+lint: setup ## check style, types and sizes
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
@@ -145,19 +145,12 @@ lint: setup ## check style and types
 	.venv/bin/shellcheck $(SCRIPTS)
 	.venv/bin/hadolint $(DOCKERFILES)
 	$(PY) tools/results/render.py --check
+	$(PY) tools/sizes.py
 
 format: setup ## apply the style
 	$(PY) -m ruff check --fix-only .
 	$(PY) -m ruff format .
 	$(if $(SOURCES),.venv/bin/clang-format -i $(SOURCES))
-
-# Text for people and data are left out.
-lines: ## count the lines of product, tools and tests, each beside its goal
-	@count() { echo "$$1: $$(git ls-files -z -- $$3 | grep -zvE '\.(md|json|yml|png)$$' \
-		| xargs -0 cat | wc -l), at most $$2"; }; \
-	count "vllm and csrc" 7500 "vllm csrc"; \
-	count "tools and benchmarks" 6000 "tools benchmarks bench_*.py"; \
-	count tests 14000 tests
 
 wheel: setup ## build dist/*.whl, with CUDA code if nvcc is found
 	NWOR_CUDA=$(WHEEL_CUDA) $(PY) -m pip wheel . -w dist --no-deps \

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings for all tests: engines run in process, offline, and NWOR starts off; those
-of a file end with it. Where there is no GPU, tests that need one are deselected, and
-the summary says how many they are."""
+"""Settings for all tests: engines run in this process, offline, with NWOR off by
+default, and end with their file. Without a GPU, tests that need one are deselected and
+counted in the summary."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from tests.helpers import environment
 
 environment.prepare()
 
-# Under pytest-xdist what the processes that run the tests have deselected goes by this
-# name to the one that prints.
+# The key under which pytest-xdist's workers send their number of deselected tests.
 NUM_GPU_TESTS = "nwor_gpu_tests"
 _deselected: dict[str, int] = {}
 
@@ -32,7 +31,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return "collecting: each process imports torch and vLLM first, 10 to 40 s"
 
 
-@pytest.hookimpl(trylast=True)  # behind -m and -k, whose tests are not counted here
+@pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
@@ -50,7 +49,7 @@ def pytest_collection_modifyitems(
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Of pytest-xdist: all processes collect the same."""
+    """pytest-xdist calls it; all workers collect the same tests."""
     found = getattr(node, "workeroutput", {})
     _deselected.update({k: v for k, v in found.items() if k == NUM_GPU_TESTS})
 
@@ -64,8 +63,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """The first engine ends at exit, and logs; the stream that pytest gave vLLM's
-    handler is closed by then."""
+    """The first engine logs at exit, when pytest has closed the stream of vLLM's log
+    handler."""
     logging.raiseExceptions = False
 
 
@@ -75,12 +74,12 @@ def engines_end() -> Iterator[None]:
     if engine := sys.modules.get("tests.helpers.engine"):
         engine.forget_engines()
     for process in multiprocessing.active_children():
-        process.join(10)  # or it stays in the process table
+        process.join(10)  # or it stays a zombie
 
 
 @pytest.fixture(scope="module")
 def parsed_once() -> Iterator[None]:
-    """A file of vLLM that is compared again, with the same text, is parsed once."""
+    """Caches ast.parse for comparisons with vLLM's source."""
     from vllm_nwor.hooks import source
 
     with pytest.MonkeyPatch.context() as patch:

@@ -8,7 +8,6 @@ import resource
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +19,11 @@ from vllm_nwor.audit.findings import CLASSES, Finding, Writer
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-def test_every_planted_fault_is_reported_as_what_it_is() -> None:
+def test_the_selftest_finds_every_planted_fault():
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-m", "vllm_nwor.audit", "--selftest"],
-        # vLLM logs a traceback where it cannot keep what it knows of a model.
+        # vLLM logs a traceback if it cannot write its cache.
         env=subprocess_env() | {"VLLM_CACHE_ROOT": "/dev/null/cache"},
         capture_output=True,
         text=True,
@@ -43,14 +42,14 @@ def test_every_planted_fault_is_reported_as_what_it_is() -> None:
     assert list(map(int, counts)) == [len(FAULTS)] * 2
     assert "\nERROR NWOR audit: changed: " in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
-    # Of its processors, not of the clock: other work makes it wait.
+    # CPU time, so that a busy machine does not fail the test.
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     num_seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     assert num_seconds < 120
 
 
-def test_a_selftest_that_cannot_run_says_why_in_a_line(tmp_path: Path) -> None:
-    """As with a torchvision of another build, which transformers imports."""
+def test_a_selftest_that_cannot_run_says_why_in_one_line(tmp_path):
+    """Here transformers imports a torchvision that does not match torch."""
     (tmp_path / "torchvision").mkdir()
     code = 'raise RuntimeError("operator torchvision::nms does not exist")'
     (tmp_path / "torchvision" / "__init__.py").write_text(code)
@@ -73,8 +72,7 @@ def test_a_selftest_that_cannot_run_says_why_in_a_line(tmp_path: Path) -> None:
     assert "VLLM_LOGGING_LEVEL=DEBUG" in second
 
 
-def test_a_selftest_without_a_fault_fails() -> None:
-    """The verdict is of what was found, not of what was planted."""
+def test_a_finding_must_match_the_planted_fault_in_every_field():
     writer = Writer("one-1", 1, 1)
     finding = Finding("changed", 0, "layer", 1, 0, 5, 0, None, writer, 2, "0x0", "0x1")
     nobody = replace(writer, request=None)

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guarantees 6 and 8, point by point: every call of every op, every kind of error, a
-client that goes away in every phase of its request, memory that cannot be had, a worker
-that dies between log and commit, a vLLM that has changed; and exactly what NWOR says.
+"""Guarantees 6 and 8 under injected faults: ops that raise, requests that are aborted
+in each phase, workers that die, a vLLM with another signature.
 
-No failure of NWOR's own may lose or change a token; each is counted, logged once and
-visible in metrics; VLLM_NWOR_STRICT raises instead. The engines of this file are shared
-by its tests. Not covered: faults inside a kernel (they kill the engine, as vLLM's own
-do); CUDA, sleep and weight reload (tests/gpu/test_faults.py and test_sleep.py).
+No failure of NWOR may lose or change a token. Each is counted, logged once and shown in
+the metrics; VLLM_NWOR_STRICT raises instead. Not covered: faults inside a kernel, which
+end the process; CUDA and sleep mode (tests/gpu/test_faults.py, test_sleep.py).
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -53,8 +50,8 @@ from vllm_nwor.report import Report
 pytestmark = pytest.mark.e2e
 
 
-# Two KV-cache groups: an op can fail for one of them. Two requests run at a time, so
-# that the third waits for the first to end.
+# Two KV-cache groups, so that an op can fail for one of them. Two requests run at a
+# time; the third waits.
 ARGUMENTS: dict[str, Any] = {
     "model": "tiny-gemma3",
     "max_num_seqs": 2,
@@ -65,7 +62,7 @@ SURVIVORS = [
     Request("first", prompt(1, 30), 26),
     Request("second", prompt(2, 45), 40, at=1),
 ]
-# Longer than what a step takes (256 tokens): its prefill comes in chunks.
+# Longer than a step's token budget of 256: chunked prefill.
 VICTIM = Request("victim", prompt(3, 400), 24, at=2)
 LATE = Request("late", prompt(4, 25), 12, at=30)
 ALL = [*SURVIVORS, VICTIM, LATE]
@@ -73,7 +70,7 @@ ALL = [*SURVIVORS, VICTIM, LATE]
 
 @dataclass(frozen=True)
 class Baseline:
-    """The engine without NWOR, and what it did when nothing went wrong."""
+    """The engine without NWOR, and its run without faults."""
 
     engine: Engine
     truth: dict[str, list[int]]
@@ -81,7 +78,7 @@ class Baseline:
 
 
 @pytest.fixture(scope="module")
-def off() -> Baseline:
+def off():
     engine = Engine("off", **ARGUMENTS)
     truth = truth_of(engine, ALL)
     ScriptedDrafter(truth, mixture).attach(engine.runner)
@@ -89,8 +86,8 @@ def off() -> Baseline:
 
 
 @pytest.fixture(scope="module")
-def cow_engine(off: Baseline) -> Engine:
-    """Made after the other one: get_metrics() shows the newest engine's counters."""
+def cow_engine(off):
+    """Created after `off`: get_metrics() shows the newest engine's counters."""
     engine = Engine("cow", **ARGUMENTS)
     assert len(engine.manager.counters) == NUM_GROUPS
     ScriptedDrafter(off.truth, mixture).attach(engine.runner)
@@ -98,14 +95,14 @@ def cow_engine(off: Baseline) -> Engine:
 
 
 def forget_fallbacks(engine: Engine) -> None:
-    """They are counted, logged and reported as from the start."""
+    """Resets counting, logging and reporting of fallbacks."""
     engine.manager.fallbacks.clear()
     engine.runner.nwor_state.report = Report([], engine.manager)
 
 
 @pytest.fixture
-def cow(cow_engine: Engine) -> Iterator[Engine]:
-    """After each test nothing is left of its faults."""
+def cow(cow_engine):
+    """The engine; after each test it has no request and no fault."""
     yield cow_engine
     forget_fallbacks(cow_engine)
     assert cow_engine.manager.state is State.IDLE
@@ -117,7 +114,7 @@ def cow(cow_engine: Engine) -> Iterator[Engine]:
 
 @contextmanager
 def failing_op(engine: Engine, name: str, *how: Any) -> Iterator[None]:
-    """That op of the engine's fails as `seam.failing` says."""
+    """Makes that op fail; how: the arguments of `seam.failing`."""
     with seam.of(engine.manager) as ops:
         setattr(ops, name, seam.failing(getattr(ops, name), *how))
         yield
@@ -128,8 +125,8 @@ REASONS = {
     "restore_rejected_drafts": "commit_failed",
 }
 PLAIN = "; the step ran as plain vLLM (further ones are counted in vllm:nwor_fallbacks)"
-# Which call fails (None: every one; "each": one after the other, a run each), whether
-# after its work, and what it raises.
+# Which call fails (None: all; "each": one per run, in turn), whether it fails after its
+# work, and the exception.
 FAULTS: dict[str, tuple[int | str | None, bool, Exception]] = {
     "no memory": (4, False, MemoryError("injected: no memory")),
     "no device memory": (5, True, torch.OutOfMemoryError("injected: none left")),
@@ -149,13 +146,11 @@ NIGHTLY = [name for name, fault in FAULTS.items() if fault[0] == "each"]
     ],
 )
 @pytest.mark.parametrize("op", REASONS)
-def test_an_op_that_fails_loses_nothing(
-    op: str, fault: str, off: Baseline, cow: Engine
-) -> None:
-    """Each failure is counted once. The cache: rejected slots hold old or new bytes,
-    all else is as vanilla."""
+def test_an_op_that_fails_loses_nothing(op, fault, off, cow):
+    """Each failure is counted once. Rejected slots hold their old or new bytes, all
+    other bytes are those of plain vLLM."""
     at, late, error = FAULTS[fault]
-    # Of each op one for each table and step with drafts.
+    # One call per layer table and step with drafts.
     num_calls = NUM_GROUPS * sum(1 for step in off.result.steps if step.drafted)
     assert num_calls > 15
     manager, reason = cow.manager, REASONS[op]
@@ -170,7 +165,7 @@ def test_an_op_that_fails_loses_nothing(
         assert manager.fallbacks == {reason: num_failed}
         assert {violation.kind for violation in oracle.violations} <= {"not restored"}
         assert len({violation.step for violation in oracle.violations}) <= num_failed
-        # They are in the metrics, and no breach of the counters' identities.
+        # Shown in the metrics, and no breach.
         rise = risen(before, counters(cow))
         assert rise[f"nwor_fallbacks/{reason}"] == num_failed
         assert rise["nwor_breaches"] == 0
@@ -182,18 +177,18 @@ def test_an_op_that_fails_loses_nothing(
         is_last = restores and call >= num_calls - NUM_GROUPS
         assert manager.state is (State.FAILED if is_last else State.IDLE)
         if restores:
-            # One group's restore failed; the other group's was done all the same.
+            # The other group was still restored.
             layers = {layer.name for layer in manager.groups[call % NUM_GROUPS].layers}
             assert {violation.layer for violation in oracle.violations} <= layers
     cow.run([LATE])
 
 
-# --- vLLM fails, a hook is gone -------------------------------------------------------
+# --- strict mode ----------------------------------------------------------------------
 
 
 @contextmanager
 def vllm_failing(engine: Engine, where: str, state: State) -> Iterator[None]:
-    """vLLM raises there, in that state, which ends the block and the requests."""
+    """vLLM raises there when the manager is in that state; expects the exception."""
 
     def fail(*args: Any) -> None:
         if engine.manager.state is state:
@@ -207,8 +202,7 @@ def vllm_failing(engine: Engine, where: str, state: State) -> Iterator[None]:
     handle.remove()
 
 
-# The state in which a strict engine stops, and the message behind the reason; one for
-# each hook that raises.
+# For each hook that raises: the state in which a strict engine stops, and the message.
 STRICT = {
     "begin_failed": (State.PLAIN, "log_cache_slots: injected$"),
     "commit_failed": (State.FAILED, "restore_rejected_drafts: injected$"),
@@ -218,8 +212,8 @@ STRICT = {
 
 
 @pytest.mark.parametrize("reason", STRICT)
-def test_strict_raises_where_the_default_falls_back(reason: str, cow: Engine) -> None:
-    """VLLM_NWOR_STRICT=always. Afterwards a run is as ever."""
+def test_strict_raises_instead_of_falling_back(reason, cow):
+    """VLLM_NWOR_STRICT=always. A later run without faults succeeds."""
     state, message = STRICT[reason]
     manager, runner = cow.manager, cow.runner
     config = replace(manager.config, strictness=Strict.ALWAYS)
@@ -228,7 +222,7 @@ def test_strict_raises_where_the_default_falls_back(reason: str, cow: Engine) ->
         for op in (op for op in REASONS if REASONS[op] == reason):
             stack.enter_context(failing_op(cow, op, None))
         if reason == "begin_missed":
-            # The forward is vLLM's own; the other hooks are there.
+            # Only the hook around the forward is missing.
             forward = partial(type(runner)._model_forward.__wrapped__, runner)
             stack.enter_context(mock.patch.object(runner, "_model_forward", forward))
         if reason == "stale_log":
@@ -243,11 +237,11 @@ def test_strict_raises_where_the_default_falls_back(reason: str, cow: Engine) ->
     cow.run([LATE])
 
 
-# --- clients --------------------------------------------------------------------------
+# --- aborted requests -----------------------------------------------------------------
 
 
-# Where to abort VICTIM: before a step or while it runs, of the steps that it is
-# scheduled in (its second one has its last chunk), or of those in which it has drafts.
+# When VICTIM is aborted: before or during which of the steps that schedule it (the
+# second one has its last chunk), or of those in which it has drafts.
 PHASES: dict[str, tuple[str, str, int]] = {
     "waiting": ("abort_at", "waiting", 0),
     "in its first chunk": ("abort_during", "scheduled", 0),
@@ -267,9 +261,9 @@ def num_free_blocks(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_client_goes_away(phase: str, off: Baseline, cow: Engine) -> None:
-    """The others' tokens are those of an engine without NWOR that lost the same
-    client; the window in flight is counted as dropped; no block stays behind."""
+def test_aborting_a_request_in_any_phase(phase, off, cow):
+    """The other requests' tokens are those of the engine without NWOR; a window in
+    flight is counted as dropped; all blocks are freed."""
     how, of_steps, number = PHASES[phase]
     steps = {
         what: [n for n, step in enumerate(off.result.steps) if "victim" in names(step)]
@@ -295,11 +289,11 @@ def test_a_client_goes_away(phase: str, off: Baseline, cow: Engine) -> None:
     assert oracle.violations == []
     assert cow.manager.fallbacks == {}
     assert num_free_blocks(cow) == free == num_free_blocks(off.engine)
-    # It was the phase that the name says.
+    # The abort came in the intended phase.
     ran = [step for step in found.steps if "victim" in step.scheduled]
     assert (phase == "waiting") == (ran == [])
     assert len(found.tokens.get("victim", [])) < VICTIM.max_tokens
-    # Guarantee 7, also for the window that nobody counted.
+    # Guarantee 7, with the window that vLLM does not count.
     dropped = ran[-1].drafted.get("victim", 0) if how == "abort_during" else 0
     rise = risen(before, counters(cow))
     assert rise["nwor_dropped_drafts"] == dropped
@@ -308,7 +302,7 @@ def test_a_client_goes_away(phase: str, off: Baseline, cow: Engine) -> None:
     check_identities(rise)
 
 
-# --- shadow blocks: the metrics are the newest engine's from here on ---------------
+# --- shadow blocks: get_metrics() shows the newest engine's counters ----------------
 
 
 def resolved(engine: Engine) -> list[str]:
@@ -320,8 +314,8 @@ def num_scheduler_blocks(engine: Engine) -> int:
 
 
 @pytest.fixture(scope="module")
-def staged(off: Baseline) -> Engine:
-    """For both requests of a step there are shadow blocks: two for each group."""
+def staged(off):
+    """Two shadow blocks per group for each of the two requests of a step."""
     engine = Engine("stage", {"SHADOW_BLOCKS": "8"}, **ARGUMENTS)
     assert resolved(engine) == ["stage"] * NUM_GROUPS
     assert num_scheduler_blocks(engine) == num_scheduler_blocks(off.engine) - 8
@@ -330,15 +324,15 @@ def staged(off: Baseline) -> Engine:
 
 
 def shadow_entries(engine: Engine) -> list[int]:
-    """Shadow blocks in each block table, which are the host's own on this platform."""
+    """The number of shadow blocks in each block table."""
     first = num_scheduler_blocks(engine)
     tables = engine.runner.input_batch.block_table.block_tables
     return [int((table.block_table.gpu >= first).sum()) for table in tables]
 
 
 @pytest.fixture
-def stage(off: Baseline, staged: Engine) -> Iterator[Engine]:
-    """`staged`, which afterwards runs as ever."""
+def stage(off, staged):
+    """`staged`; after each test it runs without faults."""
     yield staged
     staged.llm.abort_request([request.name for request in ALL])
     forget_fallbacks(staged)
@@ -348,9 +342,9 @@ def stage(off: Baseline, staged: Engine) -> Iterator[Engine]:
     assert staged.manager.state is State.IDLE
 
 
-# What fails (an op's call, of the first group or of the second one, before or after it
-# did its work, or vLLM itself), and what is counted. A step that cannot be staged is
-# logged; from a commit that fails no token goes out whose keys and values may be
+# What fails (a call of an op, of the first group or the second, before or after its
+# work; or vLLM itself), and the reason that is counted. A step that cannot be staged is
+# logged. A failed commit raises, since keys and values of accepted tokens may be
 # missing.
 STAGED = {
     ("stage", 0, True): "stage_failed",
@@ -375,9 +369,7 @@ LOGGED = {
 
 
 @pytest.mark.parametrize("fault", STAGED, ids=str)
-def test_tables_are_put_back_whatever_fails(
-    fault: Any, off: Baseline, stage: Engine
-) -> None:
+def test_block_tables_are_restored_whatever_fails(fault, off, stage):
     reason, before = STAGED[fault], counts(stage)["restored_bytes"]
     state, expected = LOGGED[reason]
     fails: Any = failing_op
@@ -402,9 +394,9 @@ def test_tables_are_put_back_whatever_fails(
     assert stage.manager.state is state
 
 
-def test_without_shadow_blocks_and_beyond_the_log(off: Baseline) -> None:
-    """A budget of no shadow blocks reserves none: the groups are logged. Windows beyond
-    VLLM_NWOR_MAX_LOG_ROWS are vanilla, and counted; those that fit are protected."""
+def test_no_shadow_blocks_and_a_log_that_is_too_small(off):
+    """VLLM_NWOR_SHADOW_BLOCKS=0: the groups are logged. A step with more drafts than
+    VLLM_NWOR_MAX_LOG_ROWS runs as plain vLLM and is counted; others are protected."""
     engine = Engine("stage", {"SHADOW_BLOCKS": "0", "MAX_LOG_ROWS": "4"}, **ARGUMENTS)
     ScriptedDrafter(off.truth, mixture).attach(engine.runner)
     assert resolved(engine) == ["cow"] * NUM_GROUPS
@@ -430,7 +422,7 @@ def test_without_shadow_blocks_and_beyond_the_log(off: Baseline) -> None:
     assert rise["nwor_breaches"] == 0
 
 
-# --- a vLLM that is not as expected ---------------------------------------------------
+# --- refusals -------------------------------------------------------------------------
 
 
 MISMATCH = (
@@ -438,14 +430,14 @@ MISMATCH = (
     "spec_decode_metadata); expected it to begin with (self, logits, "
     "spec_decode_metadata)"
 )
-# vLLM's own ngram drafter has something to propose.
+# vLLM's ngram drafter has something to propose.
 REPEATING = [Request("repeating", tuple(range(10, 40)) * 2, 20)]
 
 
 @contextmanager
 def renamed_parameter(strict: str = "0") -> Iterator[None]:
-    """NWOR meets a vLLM with another name in a signature of the V1 runner. Raises
-    HostMismatch if strict."""
+    """The V1 runner has a parameter with another name. Raises HostMismatch if
+    strict."""
     with nwor_settings({"MODE": "cow"}):
         plugin.register()
     runner = gpu_model_runner.GPUModelRunner
@@ -469,8 +461,8 @@ def renamed_parameter(strict: str = "0") -> Iterator[None]:
 
 
 def check_refused(engine: Engine, lines: list[str], reason: str) -> str:
-    """By name: one line in the log, which is returned, and a row of the gauge, which is
-    there also when NWOR was asked for and refused."""
+    """One line in the log, which is returned, and a row of the gauge name the
+    reason."""
     assert engine.manager is None
     (line,) = lines
     assert reason in line
@@ -480,9 +472,7 @@ def check_refused(engine: Engine, lines: list[str], reason: str) -> str:
     return line
 
 
-def test_another_vllm_runs_as_vanilla(
-    off: Baseline, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vllm_with_another_signature_runs_as_plain_vllm(off, monkeypatch):
     with monkeypatch.context() as patch:
         patch.delattr(off.engine.runner, "propose_draft_token_ids")
         vanilla = off.engine.run(REPEATING)
@@ -498,7 +488,7 @@ def test_another_vllm_runs_as_vanilla(
         pass
 
 
-def test_nothing_is_protected_without_speculation() -> None:
+def test_without_speculation_nothing_is_protected():
     reason = "no speculative decoding is configured"
     arguments = ARGUMENTS | {"speculative_config": None}
     with nwor_log() as lines:
@@ -512,7 +502,7 @@ def test_nothing_is_protected_without_speculation() -> None:
         Engine("cow", {"STRICT": "1"}, **arguments)
 
 
-# --- processes ------------------------------------------------------------------------
+# --- a worker that dies ---------------------------------------------------------------
 
 
 SERVED = "one two three four one two three four one two three"
@@ -523,8 +513,8 @@ def served(server: Server) -> str:
 
 
 @pytest.fixture(scope="module")
-def vanilla_text() -> str:
-    """What an engine without NWOR answers to SERVED."""
+def vanilla_text():
+    """The answer of an engine without NWOR to SERVED."""
     engine = Engine("off", model="smollm2-135m", speculative_config=SPECULATION)
     tokens = engine.llm.get_tokenizer().encode(SERVED)
     request = Request("served", tuple(tokens), 32, params={"ignore_eos": False})
@@ -535,15 +525,11 @@ def vanilla_text() -> str:
 @pytest.mark.parametrize("where", ["forward", "sampler"])
 @pytest.mark.parametrize("how", ["kill", "raise"])
 def test_a_worker_dies_between_log_and_commit(
-    how: str,
-    where: str,
-    vanilla_text: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The client gets an error and no token that is wrong; the server ends, as vLLM's
-    does; one that is started again serves what vLLM without NWOR does."""
-    # As this suite's servers, plus a way into the workers, which vLLM has for tests.
+    how, where, vanilla_text, tmp_path, monkeypatch
+):
+    """The client gets an error and no wrong token; the server ends; a new server gives
+    the answer of vLLM without NWOR."""
+    # vLLM's development mode gives access to the workers.
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     monkeypatch.setenv("PYTHONPATH", str(REPO))
     arguments = ["smollm2-135m", *SERVE_ARGUMENTS]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mode off, and no mode at all, leave vLLM exactly as it was, at no cost.
+"""Mode off, and no mode at all, leave vLLM unchanged and cost a few milliseconds.
 
-A process of its own loads vLLM's modules, then runs the installed entry point as vLLM
-does, first without VLLM_NWOR_MODE and VLLM_NWOR_AUDIT, then with off, then with cow,
-then with the audit, too: the same look that finds nothing changed by the first two must
-see what the others do. Before that, what a process is without the plugin.
+A process loads vLLM's modules, then runs the installed entry point as vLLM does:
+without VLLM_NWOR_MODE and VLLM_NWOR_AUDIT, with off, with cow, and with the audit. The
+comparison that finds no change in the first two cases must see the changes of the
+others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import vllm.envs, vllm.plugins
 from vllm.platforms import current_platform
 
 def complaint():
-    '''Of vLLM about an environment that asks for us.'''
+    '''vLLM's error about an unknown variable, if any.'''
     os.environ["VLLM_NWOR_MODE"] = "off"
     try:
         current_platform.validate_environ(hard_fail=True)
@@ -66,7 +66,7 @@ hosts = [importlib.import_module(name) for name in HOSTS]
 (entry,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "nwor"]
 
 def functions():
-    '''Every function and every method of every class in vLLM's modules, by name.'''
+    '''Every attribute of vLLM's modules and of their classes, by name.'''
     found = {}
     for host in hosts:
         for name, value in vars(host).items():
@@ -147,7 +147,7 @@ print(json.dumps(result))
 
 
 @pytest.fixture(scope="module")
-def looks() -> dict[str, Any]:
+def looks():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         cwd=REPO,
@@ -164,18 +164,16 @@ def looks() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["unset", "off"])
-def test_every_function_of_vllm_is_the_same_object(
-    mode: str, looks: dict[str, Any]
-) -> None:
-    """The ledger's targets, and everything else in the modules they are in; nor does
-    an import hook wait."""
+def test_every_function_of_vllm_is_the_same_object(mode, looks):
+    """Both the ledger's targets and everything else in their modules; and no
+    post-import hook is left."""
     assert looks["seen"] == looks["ledger"]
     assert looks[mode]["changed"] == []
     assert looks[mode]["new"] == []
     assert looks[mode]["pending"] == []
-    # It gives this package by the name vllm.v1.nwor, too, and finds nothing else.
+    # The finder for the alias vllm.v1.nwor.
     assert looks[mode]["finders"] == ["vllm_nwor.plugin._Alias"]
-    # Neither wrapt nor a hook file is loaded: nothing could wrap anything.
+    # Neither wrapt nor a hook module is loaded.
     assert looks[mode]["modules"] == [
         "vllm_nwor",
         "vllm_nwor.config",
@@ -183,11 +181,9 @@ def test_every_function_of_vllm_is_the_same_object(
     ]
 
 
-def test_the_name_in_vllm_gives_the_same_modules_where_the_plugin_ran(
-    looks: dict[str, Any],
-) -> None:
-    """Where vLLM's list of plugins leaves us out it does not know our variables, as
-    docs/variables.md says."""
+def test_the_alias_in_vllm_gives_the_same_modules(looks):
+    """If VLLM_PLUGINS leaves nwor out, there is no alias, and vLLM does not know the
+    variables, as docs/variables.md says."""
     warning = "Unknown vLLM environment variable detected: VLLM_NWOR_MODE"
     nothing = [warning, None, None, None, None]
     assert looks["without"] == {"": nothing, "other": nothing}
@@ -196,28 +192,28 @@ def test_the_name_in_vllm_gives_the_same_modules_where_the_plugin_ran(
     assert warning in (REPO / "docs" / "variables.md").read_text()
 
 
-def test_costs_a_process_a_few_milliseconds(looks: dict[str, Any]) -> None:
-    """Processor time: to load the plugin and run it, median of 15; and of our finder
-    for each module that vLLM imports, all together."""
+def test_the_plugin_costs_a_process_a_few_milliseconds(looks):
+    """CPU time to load and run the plugin, median of 15; and of the alias finder over
+    all modules that vLLM imports."""
     assert looks["milliseconds"] < 5
     assert looks["alias"]["found"] == []
     assert looks["alias"]["names"] > 1000
     assert looks["alias"]["milliseconds"] < 10
 
 
-def test_the_audit_wraps_its_own_ledger_besides(looks: dict[str, Any]) -> None:
+def test_the_audit_adds_the_hooks_of_its_own_ledger(looks):
     changed = set(looks["audit"]["changed"]) - set(looks["cow"]["changed"])
     assert set(looks["audited"]) <= changed
     names = {name.rpartition(".")[2] for name in looks["audited"]}
     assert {name.rpartition(".")[2] for name in changed} == names
 
 
-def test_the_look_sees_what_cow_does(looks: dict[str, Any]) -> None:
-    """So its silence about off means something."""
+def test_the_comparison_sees_the_hooks_of_mode_cow(looks: dict[str, Any]) -> None:
+    """So it would have seen hooks in mode off."""
     changed = set(looks["cow"]["changed"])
     targets = set(looks["ledger"])
     assert targets <= changed
-    # What a subclass or another module shows of a wrapped function, the field that
-    # SchedulerStats gets, and nothing else.
+    # Other changes: the same functions seen through a subclass or another module, and
+    # the field that SchedulerStats gets.
     names = {target.rpartition(".")[2] for target in targets} | {"__annotations__"}
     assert {name.rpartition(".")[2] for name in changed} == names

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real server with worker processes, mode stage: what it says and what it counts;
-the dashboard and the alerts against it and a real Prometheus, under a short soak.
+"""A real server with worker processes in mode stage: log lines and counters; dashboard
+and alerts under a real Prometheus during a short soak.
 
 One engine behind two API servers, whose counters are summed, with the arguments of
-README's example. Its requests end in every
-way: at their length, at a stop string (found by the front end, which then aborts the
-request in the engine core), by a client that hangs up. Guarantee 7 must hold over all
-of them. Not covered: asynchronous scheduling (the CPU platform switches it off);
-Grafana itself.
+README's example. Requests end at their length, at a stop string (found by the front
+end, which aborts the request in the engine core), or when the client hangs up;
+guarantee 7 must hold over all of them. Not covered: asynchronous scheduling, which the
+CPU platform switches off.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -39,7 +36,7 @@ from vllm_nwor.metrics import COUNTERS
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_API_SERVERS = 2
-# What the server of the fixture shows before its first request.
+# The fixture's server at /metrics before its first request.
 FIRST_SCRAPE: list[Sample] = []
 PROMPTS = (
     "List the months of the year, then list the months of the year again.",
@@ -50,7 +47,7 @@ PROMPTS = (
 
 
 def documented(word: str) -> list[list[str]]:
-    """The commands of README's example that has `word`, as a shell splits them."""
+    """The commands of README's code block with `word`, as a shell splits them."""
     text = (REPO / "README.md").read_text()
     blocks = re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (block,) = (block for block in blocks if word in block)
@@ -58,13 +55,13 @@ def documented(word: str) -> list[list[str]]:
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
-*INSTALL, EXAMPLE, COMPLETION, METRICS = documented("api_server")
+*_, EXAMPLE, COMPLETION, METRICS = documented("api_server")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """It ends with the audit's last line, and the last state of its file, if vLLM does
-    not kill its processes at once."""
+def server(tmp_path_factory):
+    """At its end the audit writes a last log line and its file: vLLM must not kill its
+    processes at once."""
     folder = tmp_path_factory.mktemp("server")
     shown = EXAMPLE[EXAMPLE.index("--served-model-name") :]
     arguments = (*ARGUMENTS, *shown, "--api-server-count", str(NUM_API_SERVERS))
@@ -84,16 +81,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def used(server: Server) -> dict[str, float]:
-    """The metrics after requests of all kinds, several at a time."""
+def used(server):
+    """The metrics after concurrent requests of all kinds."""
     with ThreadPoolExecutor(8) as pool:
         jobs = [pool.submit(server.complete, text, 40) for text in PROMPTS]
         jobs += [
             pool.submit(server.complete, text, 200, stop=[" the", "\n"])
             for text in PROMPTS
         ]
-        # Drafts are dropped where the hang-up arrives while a step verifies some: by
-        # chance, so again until it did, or the test of the identities fails.
+        # Drafts are dropped if the client hangs up while a step verifies them: by
+        # chance, so it is repeated.
         for _ in range(20):
             jobs += [
                 pool.submit(server.abandon, text, 400, after)
@@ -109,9 +106,8 @@ def used(server: Server) -> dict[str, float]:
     return server.idle_metrics()
 
 
-def test_two_lines_say_what_stage_takes(server: Server) -> None:
-    """The engine core of the blocks that it reserved, the worker of what it does with
-    them: the mark has travelled from one process to the other."""
+def test_engine_core_and_worker_log_one_line_each(server):
+    """The blocks that the engine core reserved, and how the worker uses them."""
     titles = set(re.findall(r"\bApiServer_\d+\b", server.log()))
     assert len(titles) == NUM_API_SERVERS
     ours = [line for line in server.log().splitlines() if "NWOR" in line]
@@ -126,8 +122,7 @@ def test_two_lines_say_what_stage_takes(server: Server) -> None:
     )
 
 
-def test_the_first_scrape_says_what_runs(server: Server) -> None:
-    """Before the first request; and every series of counters, with 0."""
+def test_the_first_scrape_has_the_info_gauge_and_every_counter(server):
     (info,) = [s for s in FIRST_SCRAPE if s.name == "vllm:nwor_info"]
     assert info.value == 1
     labels = {"requested": "stage", "resolved": "stage", "group": "0", "engine": "0"}
@@ -136,41 +131,19 @@ def test_the_first_scrape_says_what_runs(server: Server) -> None:
     assert [found[f"{name}_total"] for name in COUNTERS] == [0] * len(COUNTERS)
 
 
-def test_the_documented_requests_give_what_is_documented(server: Server) -> None:
-    """The other words of the commands: the program is the one that `make serve` runs;
-    what is installed is pinned."""
-    mode, space, *program = EXAMPLE[: EXAMPLE.index("--model")]
-    assert (mode, space) == ("VLLM_NWOR_MODE=stage", "VLLM_CPU_KVCACHE_SPACE=1")
-    assert program == ["python", "-m", "vllm.entrypoints.openai.api_server"]
-    assert " ".join(program[1:]) in (REPO / "Makefile").read_text()
-    of_gpu = documented("vllm serve")[-1]
-    assert of_gpu[:3] == [mode, "vllm", "serve"]
-    assert of_gpu[of_gpu.index("--speculative-config") :] == EXAMPLE[-2:]
-    files = [word for words in INSTALL for word in words if "requirements/" in word]
-    assert len(files) == 3
-    assert all((REPO / name).is_file() for name in files)
-    pins = (REPO / "requirements" / "cpu.txt").read_text().splitlines()
-    assert {word for words in INSTALL for word in words if "==" in word} < set(pins)
-
-    curl, quiet, place, *_, body = COMPLETION
-    assert (curl, quiet, place) == ("curl", "-s", "localhost:8000/v1/completions")
-    answer = httpx.post(f"{server.url}/v1/completions", json=json.loads(body))
+def test_the_requests_of_readme_succeed(server):
+    completion, pattern = json.loads(COMPLETION[-1]), METRICS[-1]
+    answer = httpx.post(f"{server.url}/v1/completions", json=completion)
     assert answer.raise_for_status().json()["choices"][0]["text"]
-    *_, pattern = METRICS
-    assert METRICS[:3] == ["curl", "-s", "localhost:8000/metrics"]
     text = httpx.get(f"{server.url}/metrics", timeout=30).text
-    lines = [line for line in text.splitlines() if re.search(pattern, line)]
-    shown = {re.split("[{ ]", line)[0].removeprefix("vllm:nwor_") for line in lines}
-    named = {f"{name}_total" for name in ("windows", "committed_tokens", "fallbacks")}
-    assert shown == named | {"breaches_total", "info"}
-    assert all('resolved="stage"' in line for line in lines if "nwor_info" in line)
     values: Counter[str] = Counter()
-    for line in lines:
-        values[line.partition("{")[0]] += float(line.split()[-1])
+    for line in text.splitlines():
+        if re.search(pattern, line):
+            values[re.split("[{ ]", line)[0]] += float(line.split()[-1])
     assert values["vllm:nwor_windows_total"] > 0 == values["vllm:nwor_breaches_total"]
 
 
-def test_metrics_are_exposed(server: Server, used: dict[str, float]) -> None:
+def test_the_metrics_have_the_labels_of_vllms(server, used):
     names = ("windows", "tokens_staged", "rejected_tokens")
     for name in (*names, "shadow_copied_bytes", "committed_bytes"):
         assert used[f"vllm:nwor_{name}"] > 0
@@ -188,15 +161,15 @@ def test_metrics_are_exposed(server: Server, used: dict[str, float]) -> None:
     assert info.labels.items() >= (labels | drafted[0]).items()
 
 
-def test_identities_hold(used: dict[str, float]) -> None:
+def test_identities_hold(used):
     """Guarantee 7, over finished, stopped and abandoned requests."""
     check_identities(used)
     ours = {k.removeprefix("vllm:nwor_"): v for k, v in used.items()}
     assert ours["rejected_tokens"] > 0
     assert ours["dropped_drafts"] > 0, "no request ended in flight"
-    # 30 layers of 3 heads, K and V of 64 elements of 2 bytes, for each accepted draft,
-    # and for its window's target, unless that is alone in its block; the drafts that
-    # were dropped may have been rejected or accepted.
+    # 30 layers of 3 heads, K and V of 64 elements of 2 bytes: for each accepted draft,
+    # and for its window's target unless that is alone in its block. Dropped drafts may
+    # have been accepted.
     slot_bytes = 30 * 3 * 2 * 64 * 2
     fewest = ours["committed_tokens"]
     most = fewest + ours["dropped_drafts"] + ours["windows"]
@@ -206,29 +179,19 @@ def test_identities_hold(used: dict[str, float]) -> None:
     assert ours.get("restored_bytes", 0) == 0, "nothing was logged"
 
 
-def test_still_serves_the_same_text(server: Server, used: dict[str, float]) -> None:
-    """After all that a prompt gets the text that it gets alone, twice over."""
-    first, second = (
-        server.complete(PROMPTS[2], 24)["choices"][0]["text"] for _ in range(2)
-    )
-    assert first == second
-    assert len(first) > 20
-
-
-# --- watched by Prometheus ------------------------------------------------------------
+# --- under Prometheus -----------------------------------------------------------------
 
 ALERTS = [
     REPO / "tools" / "monitoring" / name for name in ("alerts.yml", "audit_alerts.yml")
 ]
 SOAK_MINUTES = 0.2
 SCRAPE_SECONDS = 1
-# Covers the whole load, so that every rate has something in it, whenever it is asked.
+# The rate interval covers the whole load.
 QUERIES = monitoring.queries(monitoring.dashboard(), "10m")
 
 
 class Watched(NamedTuple):
-    """A server after a soak, seen by a Prometheus that still runs. result: what soak.py
-    wrote."""
+    """A server after a soak, scraped by a Prometheus. result: the file of soak.py."""
 
     server: Server
     prometheus: monitoring.Prometheus
@@ -237,13 +200,11 @@ class Watched(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def watched(
-    server: Server, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Watched]:
+def watched(server, tmp_path_factory):
     folder = tmp_path_factory.mktemp("monitoring")
     target = f"127.0.0.1:{server.port}"
     with monitoring.scraping(target, folder, SCRAPE_SECONDS, ALERTS) as watching:
-        time.sleep(2 * SCRAPE_SECONDS)  # a rate starts from a sample before the load
+        time.sleep(2 * SCRAPE_SECONDS)  # a rate needs a sample before the load
         path = folder / "soak.json"
         command = [sys.executable, str(REPO / "tools" / "soak" / "soak.py")]
         command += ["--url", server.url, "--pid", str(server.process.pid)]
@@ -257,16 +218,16 @@ def watched(
         yield Watched(server, watching, done, json.loads(path.read_text()))
 
 
-def test_a_short_soak_finds_nothing_wrong(watched: Watched) -> None:
+def test_a_short_soak_finds_nothing_wrong(watched):
     assert watched.soak.returncode == 0, watched.soak.stdout
     verdicts = {row["name"]: row["verdict"] for row in watched.result["checks"]}
     not_passed = {name: v for name, v in verdicts.items() if v != "pass"}
-    assert not_passed == {"memory flat": "not judged"}, "it is too short for that"
+    assert not_passed == {"memory flat": "not judged"}, "the soak is too short for it"
     assert watched.result["metrics"]["vllm:nwor_audit_steps"] > 50
-    assert len(watched.result["memory"]["rss_mib"]) >= 3, "of several processes"
+    assert len(watched.result["memory"]["rss_mib"]) >= 3, "processes are missing"
 
 
-def test_every_metric_named_exists(watched: Watched) -> None:
+def test_dashboard_and_alerts_use_existing_metrics(watched):
     text = httpx.get(f"{watched.server.url}/metrics", timeout=30).text
     exposed = set(re.findall(r"^# TYPE (\S+) ", text, re.M))
     named = set()
@@ -276,7 +237,7 @@ def test_every_metric_named_exists(watched: Watched) -> None:
     assert named - exposed == set()
 
 
-# Of what the load did: panels and their legends.
+# Panels and legends whose values the load must raise.
 ENGINE = "{{model_name}}, engine {{engine}}"
 ABOVE_0 = {
     *(("Draft tokens by outcome", one) for one in ("staged", "committed", "rejected")),
@@ -293,8 +254,8 @@ ABOVE_0 = {
 @pytest.mark.parametrize(
     "query", QUERIES, ids=[f"{query.panel}: {query.legend}" for query in QUERIES]
 )
-def test_every_panel_shows_something(watched: Watched, query: monitoring.Query) -> None:
-    """Also the panel of fallbacks, of which there are none: it shows 0."""
+def test_every_panel_has_a_value(watched, query):
+    """The panel of fallbacks shows 0."""
     found = watched.prometheus.query(query.expression)
     assert found, query.expression
     values = [float(one["value"][1]) for one in found]
@@ -308,13 +269,13 @@ def test_every_panel_shows_something(watched: Watched, query: monitoring.Query) 
         assert all(one["metric"].get(label) for one in found), found
 
 
-def test_prometheus_has_the_servers_own_counts(watched: Watched) -> None:
+def test_prometheus_has_the_servers_counters(watched):
     found = watched.server.idle_metrics()
     expected = {
         name: [found[name]] for name in ("vllm:nwor_windows", "vllm:nwor_tokens_staged")
     }
     assert min(expected.values()) > [0]
-    deadline, seen = time.monotonic() + 60, {}  # until it has scraped again
+    deadline, seen = time.monotonic() + 60, {}  # until the next scrape
     while seen != expected:
         assert time.monotonic() < deadline, (seen, expected)
         time.sleep(SCRAPE_SECONDS)
@@ -325,7 +286,7 @@ def test_prometheus_has_the_servers_own_counts(watched: Watched) -> None:
     assert (row["metric"]["requested"], row["metric"]["resolved"]) == ("stage", "stage")
 
 
-def test_no_alert_fires_on_a_healthy_server(watched: Watched) -> None:
+def test_no_alert_fires_on_a_healthy_server(watched):
     rules = watched.prometheus.rules()
     assert len(rules) >= 6
     for rule in rules:
@@ -337,9 +298,9 @@ def test_no_alert_fires_on_a_healthy_server(watched: Watched) -> None:
 
 
 @pytest.mark.nightly
-def test_data_parallel_2(tmp_path: Path) -> None:
-    """Two engines behind one server: each gives the texts that it gives with NWOR off,
-    and the counters of each agree with vLLM's own."""
+def test_data_parallel_2(tmp_path):
+    """Each of two engines gives the texts that it gives with NWOR off, and its counters
+    agree with vLLM's."""
     arguments = (*ARGUMENTS, "--data-parallel-size", "2")
     with serve(tmp_path, "off", "smollm2-135m", *arguments) as server:
         vanilla = texts_of_each(server)
@@ -353,9 +314,8 @@ def test_data_parallel_2(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_data_parallel_2_whose_head_has_no_nwor(tmp_path: Path) -> None:
-    """The engine of a headless node runs with it; the head, an AsyncLLM, ignores its
-    reports."""
+def test_a_head_without_nwor_ignores_the_reports_of_an_engine_with_it(tmp_path):
+    """Data parallel: the engine with NWOR runs on a headless node."""
     arguments = [*ARGUMENTS, "--data-parallel-size", "2"]
     arguments += ["--data-parallel-size-local", "1"]
     arguments += ["--data-parallel-address", "127.0.0.1"]
@@ -368,7 +328,7 @@ def test_data_parallel_2_whose_head_has_no_nwor(tmp_path: Path) -> None:
         OMP_NUM_THREADS="1",
     )
     log = tmp_path / "headless.log"
-    # Of several API servers none has the logger that fails.
+    # With several API servers none would have the stat logger under test.
     head = (*arguments, "--api-server-count", "1")
     with (
         running(node, lambda: True, log, 1, env),
@@ -387,7 +347,7 @@ def test_data_parallel_2_whose_head_has_no_nwor(tmp_path: Path) -> None:
 
 
 def texts_of_each(server: Server) -> list[list[str]]:
-    """What each engine makes of the prompts, one after the other."""
+    """Each engine's answers to the prompts, one after the other."""
     return [
         [
             server.complete(prompt, 40, rank=rank)["choices"][0]["text"]
@@ -398,7 +358,7 @@ def texts_of_each(server: Server) -> list[list[str]]:
 
 
 def check_engine(server: Server, engine: str, mode: str) -> None:
-    """Guarantee 7 for one engine of several, none of whose requests was dropped."""
+    """Guarantee 7 for one of several engines, without a dropped request."""
     of_engine = [s for s in server.samples() if s.labels.get("engine") == engine]
     found: Counter[str] = Counter()  # summed over other labels
     for sample in of_engine:

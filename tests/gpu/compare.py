@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges an engine's two processes, off and on: checks, each a list of problems.
+"""Judges an engine's processes with NWOR off and on. Each check is a list of problems:
 
-    started   both came to their end; or nothing else is judged
-    rows      each row saw what it is about (preemptions, cache hits, graph mode, ...)
+    started   both processes ended; otherwise nothing else is judged
+    rows      each row had what it needs (preemptions, cache hits, graph mode, ...)
     vanilla   the oracle reports plain vLLM, at rejected drafts' slots and only there
-    bytes     it reports nothing with NWOR on, and there was something to restore; with
-              shadow blocks, rows in them to compare
-    outputs   tokens, logprobs, ends and batches of all requests are the same off and
-              on, and so is acceptance, as vLLM counts it
-    digests   so are the caches' bytes after every step, rejected drafts' slots aside
-    counters  NWOR's counters agree with vLLM's, with the device, and with the oracle
+    bytes     it reports nothing with NWOR on, and there was something to restore
+    outputs   tokens, logprobs, finish reasons, batches and acceptance are the same
+    digests   so are the caches' bytes after every step, except rejected drafts' slots
+    counters  NWOR's counters agree with vLLM's, the device's and the oracle's
 
-An outputs or digests problem of a row in which vanilla differs from itself is no proof
-of anything: it is kept under "unsettled", with what vanilla differs in. A row in which
-vanilla itself ends a request with an error is compared all the same, but did not do
-what it is about: it is kept under "unmet". Needs neither torch nor vLLM.
+"unsettled": differences in outputs or digests in a row in which plain vLLM differs from
+itself, which prove nothing. "unmet": rows in which plain vLLM ends a request with an
+error, so that they lack what they need. Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -34,12 +31,12 @@ CHECKS = ("started", "rows", "vanilla", "bytes", "outputs", "digests", "counters
 OUTPUTS = ("tokens", "logprobs", "finish", "cached", "batches")
 ACCEPTANCE = [f"spec_decode_num_{of}_tokens" for of in ("draft", "accepted")]
 Report = dict[str, Any]
-# A check, or "unsettled" or "unmet", and what there is to say.
+# A check, or "unsettled" or "unmet", and the problem.
 Found = Iterator[tuple[str, str]]
 
 
 def judge(spec: EngineSpec, runs: Chain) -> dict[str, Any]:
-    """The engine's verdict: problems by check, "unsettled", "unmet", what was seen."""
+    """The engine's verdict: problems by check, "unsettled", "unmet", facts and rows."""
     off, on = (run.report for run in runs.values())
     problems: dict[str, list[str]]
     problems = {check: [] for check in (*CHECKS, "unsettled", "unmet")}
@@ -97,7 +94,7 @@ def row_problems(spec: EngineSpec, row: Row, off: Report, on: Report) -> Found:
 
 
 def byte_problems(off: Report, on: Report) -> Found:
-    """What the oracle saw of a row, on each rank."""
+    """The oracle's reports for a row, on each rank."""
     for rank, pair in enumerate(zip(off["watch"], on["watch"], strict=True)):
         vanilla, protected = pair
         kinds = dict(vanilla["violations_by_kind"])
@@ -113,9 +110,9 @@ def byte_problems(off: Report, on: Report) -> Found:
 
 
 def needs_problems(spec: EngineSpec, row: Row, result: Report) -> Iterator[str]:
-    """What has to be seen in this row for it to have meant anything."""
+    """What the row needs and lacks."""
     steps = result["watch"][0]["steps"]
-    # A prompt is split if no step takes all long ones that arrived together.
+    # Prompts are split if no step takes all long ones that arrived together.
     longest = sum(len(r.prompt) for r in row.phases[0] if len(r.prompt) > 300)
     texts = result["tokens"].values()
     ends = {end for name, end in result["finish"].items() if "grammar" in name}
@@ -139,7 +136,7 @@ def needs_problems(spec: EngineSpec, row: Row, result: Report) -> Iterator[str]:
 
 
 def _judge_whole(spec: EngineSpec, off: Report, on: Report) -> Found:
-    """What holds for all rows together."""
+    """Checks over all rows together."""
     vanilla, seen = (
         [row["watch"][0] for row in report["watched"].values()] for report in (off, on)
     )
@@ -181,13 +178,13 @@ def _judge_whole(spec: EngineSpec, off: Report, on: Report) -> Found:
 
 
 def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Where two outcomes of a row are not identical."""
+    """Where two outcomes of a row differ."""
     found = {what: places(one[what], other[what]) for what in OUTPUTS}
     return [f"{n} in {len(at)} places, first {at[0]}" for n, at in found.items() if at]
 
 
 def places(one: Any, other: Any) -> list[Any]:
-    """The names or indices under which two dicts, or two lists, have not the same."""
+    """The keys or indices at which two dicts or lists differ."""
     if isinstance(one, list):
         one, other = dict(enumerate(one)), dict(enumerate(other))
     names = sorted(one.keys() | other.keys())
@@ -199,7 +196,7 @@ def _digest_problem(one: dict[str, Any], other: dict[str, Any]) -> str | None:
         return f"different steps from step {steps[0]} on"
     is_moved = False
     for i, (a, b) in enumerate(zip(one["digests"], other["digests"], strict=True)):
-        # Where requests got other blocks, only what was written can be compared.
+        # If requests got other blocks, only written slots can be compared.
         is_moved |= a[0] != b[0]
         if a[2] != b[2] or (a[1] != b[1] and not is_moved):
             return f"caches differ from step {i} on"
@@ -209,8 +206,8 @@ def _digest_problem(one: dict[str, Any], other: dict[str, Any]) -> str | None:
 def counter_problems(
     spec: EngineSpec, report: Report, result: Report, has_grammars: bool = False
 ) -> list[str]:
-    """The identities of guarantee 7 that do not hold in a row's result, the oracle's
-    counts among them if it was watched. report: of its process."""
+    """The identities of guarantee 7 that do not hold in a row's result, with the
+    oracle's counts if it was watched. report: of its process."""
     v = Counter({f"device_{k}": n for k, n in result["device_counters"].items()})
     v.update(result["counters"])
     modes = {"stage": v["device_shadow_windows"]}
@@ -218,8 +215,8 @@ def counter_problems(
     judged = v["nwor_committed_tokens"] + v["nwor_rejected_tokens"]
     drafted = v["spec_decode_num_draft_tokens"]
     claims = identities(v)
-    # vLLM does not count drafts that a grammar forbids, nor does the worker run all
-    # that vLLM counts.
+    # vLLM does not count drafts that a grammar forbids, and counts drafts that the
+    # worker trims.
     claims[JUDGED] |= (has_grammars and judged > drafted) or (
         spec.trims_drafts and judged < drafted
     )
@@ -258,7 +255,7 @@ def counter_problems(
 
 
 def summary(result: Report) -> Report:
-    """What a row did, for the results file."""
+    """A row's numbers for the results file."""
     seen = result["watch"][0]
     steps, sums = seen["steps"], ("windows", "drafts", "accepted", "preempted")
     return {what: sum(step[what] for step in steps) for what in sums} | {

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks this folder as a whole, so that it is deselected where there is no GPU
-(tests/conftest.py); starts the engines' processes."""
+"""Marks this folder's tests `gpu`, so that they are deselected without a GPU
+(tests/conftest.py); the fixtures that start engines."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Pool:
-    """Engines' processes; NWOR_GPU_TEST_DIR keeps their logs in a folder of choice."""
+    """NWOR_GPU_TEST_DIR names the folder that keeps the processes' logs."""
     folder = os.environ.get("NWOR_GPU_TEST_DIR") or tmp_path_factory.mktemp("engines")
     return Pool(Path(folder))
 
 
 @pytest.fixture
 def off(runs: Runs, engine: str) -> dict[str, Any]:
-    """The report of the engine's process with NWOR off, of the module's `runs`."""
+    """The report of the engine's process with NWOR off."""
     return runs[engine][OFF].whole()
 
 

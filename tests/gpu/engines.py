@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of the GPU tests (engines.yml), and what an EngineSpec means to vLLM.
+"""The engines of the GPU tests (engines.yml), and their EngineArgs and environment.
 
 MATRIX covers every pair of values of the five factors that vLLM 0.26 allows together
-(`uncovered_pairs`; a unit test holds it to that). Why some are IMPOSSIBLE:
+(`uncovered_pairs`, checked by a unit test). Why some pairs are IMPOSSIBLE:
 
     ngram is synchronous only; per-token-head caches are TRITON_ATTN's only;
-    a draft model beside an MLA target would mix two kinds of cache in one group;
+    a draft model with an MLA target would mix two kinds of cache in one group;
     the V2 runner's drafter is an EAGLE head, or MTP layers where the target is MLA.
 
 Imports neither torch nor vLLM.
@@ -22,9 +22,8 @@ from typing import Any
 import yaml
 
 _READ = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text("utf-8"))
-# What every engine's process has in its environment; of vLLM's EngineArgs what all
-# engines have; of each drafter its model runner, and what it adds to EngineArgs'
-# speculative_config.
+# Environment variables and EngineArgs of every engine; of each drafter its model runner
+# and its part of speculative_config.
 ENVIRONMENT: dict[str, str] = _READ.pop("environment")
 ARGUMENTS: dict[str, Any] = _READ.pop("arguments")
 DRAFTERS: dict[str, dict[str, Any]] = _READ.pop("drafters")
@@ -44,20 +43,18 @@ DYNAMIC = [[1, 4, 4], [5, 16, 2], [17, MAX_NUM_SEQS, 1]]
 class EngineSpec:
     """One engine.
 
-    drafter: a key of DRAFTERS; it settles the model runner, unless `runs_on` does.
+    drafter: a key of DRAFTERS; it decides the model runner, unless `runs_on` does.
     backend: attention backend. graphs: vLLM's cudagraph_mode, or EAGER. kv_cache:
-    vLLM's kv_cache_dtype, "auto" for bf16. num_blocks: KV blocks, few on purpose.
-    kv_layout: NHD or HND by VLLM_KV_CACHE_LAYOUT. offloads: vLLM's OffloadingConnector
-    keeps blocks on the host. loras: random LoRA adapters that its requests can have.
-    rejection: vLLM's rejection_sample_method; with any other than synthetic, drafters
-    get the target's weights, so that some of their drafts are right. adaptive: vLLM
-    decides on the device how many drafts it verifies. dynamic: DYNAMIC drafts.
-    flash: FlashAttention's version, if not vLLM's choice (3 on Hopper).
-    executor: "" for vLLM's own, "ray", or "ray-compiled", which vLLM 0.33 has no more.
-    windows: layers of the model have a sliding window, and a KV-cache group of their
-    own.
-    seats: in mode stage, how many requests have shadow blocks; 0 for all. The windows
-    of others are logged in the same step.
+    vLLM's kv_cache_dtype, "auto" for bf16. num_blocks: KV blocks, deliberately few.
+    kv_layout: NHD or HND by VLLM_KV_CACHE_LAYOUT. offloads: with vLLM's
+    OffloadingConnector. loras: number of random LoRA adapters. rejection: vLLM's
+    rejection_sample_method; with any other than synthetic, drafters get the target's
+    weights, so that some of their drafts are right. adaptive: vLLM decides on the
+    device how many drafts it verifies. dynamic: DYNAMIC drafts. flash: FlashAttention's
+    version, if not vLLM's choice (3 on Hopper). executor: "" for vLLM's own, "ray", or
+    "ray-compiled" (up to 0.32). windows: some layers have a sliding window, and a
+    KV-cache group of their own. seats: in mode stage, how many requests have shadow
+    blocks; 0 for all.
     """
 
     name: str
@@ -111,8 +108,8 @@ class EngineSpec:
 
     @property
     def num_shadow_blocks(self) -> int:
-        """In mode stage: blocks for the drafts of `seats` requests, beyond those that
-        the scheduler has in every mode."""
+        """In mode stage: shadow blocks for `seats` requests, in addition to the
+        scheduler's blocks."""
         if os.environ.get("VLLM_NWOR_MODE") != "stage":
             return 0
         of_one = 1 - -(self.num_drafts - 1) // self.block_size
@@ -131,7 +128,7 @@ class EngineSpec:
         )
 
     def environment(self) -> dict[str, str]:
-        """What vLLM reads from the environment for this engine, NWOR aside."""
+        """vLLM's environment variables for this engine."""
         found = {"VLLM_USE_V2_MODEL_RUNNER": "1" if self.runner == "v2" else "0"}
         if self.kv_layout is not None:
             found["VLLM_KV_CACHE_LAYOUT"] = self.kv_layout
@@ -186,7 +183,7 @@ class EngineSpec:
             rates = [RATES[min(i, len(RATES) - 1)] for i in range(self.num_drafts)]
             config["synthetic_acceptance_rates"] = rates
         elif self.rejection == "fly":
-            # One draft that is right excuses the wrong one before it, always.
+            # One right draft always excuses the wrong one before it.
             config |= {"fly_window_size": 1, "fly_entropy_threshold": 0.0}
         if self.adaptive:
             config["enable_adaptive_verification"] = True
@@ -222,7 +219,7 @@ FACTORS = (
     ("bf16", "fp8", "per_token_head"),
     ("async", "sync"),
 )
-# What vLLM 0.26 does not allow together, or this project does not run.
+# Not allowed by vLLM 0.26, or not run by this project.
 IMPOSSIBLE = {
     ("ngram", "async"),
     ("FLASH_ATTN", "per_token_head"),
@@ -232,7 +229,7 @@ IMPOSSIBLE = {
 
 
 def uncovered_pairs() -> set[tuple[str, str]]:
-    """Pairs of values of two factors that are possible and that no engine has."""
+    """Possible pairs of values of two factors that no engine has."""
     there = (values for spec in MATRIX for values in itertools.product(*spec.factors))
     wanted, found = (
         {pair for values in some for pair in itertools.combinations(values, 2)}

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM engine in this process, made to run rows; and what its counters say.
+"""A vLLM engine in this process that runs rows, and its counters.
 
-Two runs make the same batches, and each batch is recorded, so that it shows if they did
-not. Workers are reached by collective_rpc only, so that tensor parallel
-engines run the same way.
+Two runs make the same batches; each batch is recorded, so that a difference shows.
+Workers are reached by collective_rpc only, as tensor parallel engines require.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SEED = 20
 
 
 class Report:
-    """What this process found; saved whole each time."""
+    """The report of this process; each save writes all of it."""
 
     def __init__(self, path: Path, **first: Any) -> None:
         self.path = path
@@ -44,7 +43,7 @@ class Report:
     def save_rows(
         self, name: str, rows: Iterable[Row], run: Callable[[Row], Any]
     ) -> None:
-        """What `run` gives for each row, as it comes, under `name`."""
+        """Saves the result of `run` for each row under `name`."""
         results = self.found.setdefault(name, {})
         for row in rows:
             started = time.perf_counter()
@@ -56,8 +55,8 @@ class Report:
 
 @dataclass
 class Outcome(Outputs):
-    """Of a row. batches: for each time that vLLM scheduled, the tokens of each request,
-    in the batch's order; num_windowed: of these, how many had drafts."""
+    """The outcome of a row. batches: for each step that vLLM scheduled, the tokens of
+    each request in batch order; num_windowed: how many of them had drafts."""
 
     batches: list[list[tuple[str, int]]] = field(default_factory=list)
     num_windowed: int = 0
@@ -65,7 +64,7 @@ class Outcome(Outputs):
 
 
 class Engine(Player):
-    """An engine for `spec`, started; its NWOR mode comes from the environment."""
+    """A started engine for `spec`; the environment sets NWOR's mode."""
 
     params = {"temperature": 0.0, "seed": 1, "ignore_eos": True, "detokenize": False}
 
@@ -77,8 +76,7 @@ class Engine(Player):
         prepares: bool = True,
         **more: Any,
     ) -> None:
-        """prepares: it has random weights then, and everything was used once. more:
-        EngineArgs."""
+        """prepares: sets random weights and runs a warm-up. more: EngineArgs."""
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -94,8 +92,9 @@ class Engine(Player):
 
             folder, numbers = report.path.with_suffix(""), range(1, spec.loras + 1)
             self.loras |= {n: lora(folder, n, arguments["model"]) for n in numbers}
-            # Not for logits: vLLM's V2 runner takes them for one row of each request.
-            # One place is empty: on a CPU who has no adapter gets the last one.
+            # No adapter on the logits: the V2 runner expects one row per request there.
+            # One slot is empty: on a CPU a request without an adapter uses the last
+            # one.
             arguments |= {"enable_lora": True, "max_loras": spec.loras + 1}
             arguments["lora_target_modules"] = ["qkv_proj"]
         if transfer := arguments.get("kv_transfer_config"):
@@ -121,7 +120,7 @@ class Engine(Player):
             self.run(warm_up())
 
     def rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """A method of GpuTestExtension on all workers; their results by rank."""
+        """Calls a method of GpuTestExtension on all workers; results by rank."""
         found: list[Any] = self.llm.collective_rpc(method, args=arguments)
         return found
 
@@ -129,7 +128,7 @@ class Engine(Player):
         super()._add(replace(request, lora=self.loras[request.lora]))
 
     def stop(self) -> None:
-        """Ends workers that are in processes of their own."""
+        """Ends worker processes."""
         self.llm.engine_core.shutdown()
         if self.spec.executor:
             import ray
@@ -137,13 +136,12 @@ class Engine(Player):
             ray.shutdown()
 
     def run(self, row: Row) -> Outcome:
-        """Plays a row on an empty prefix cache; generators start from the same seed
-        each time."""
+        """Plays a row with an empty prefix cache and freshly seeded generators."""
         self.forget()
         return self.run_again(row)
 
     def run_again(self, row: Row) -> Outcome:
-        """The same on what the prefix cache has."""
+        """The same, keeping the prefix cache."""
         self.rpc("nwor_reseed", SEED)
         outcome = self._outcome = Outcome()
         started = time.perf_counter()
@@ -152,12 +150,12 @@ class Engine(Player):
             for _ in range(DRAIN_STEPS):
                 self.llm.step()
         outcome.seconds = time.perf_counter() - started
-        self._outcome = Outcome()  # what comes between rows is of no row
+        self._outcome = Outcome()  # what comes between rows is discarded
         return outcome
 
     def run_row(self, row: Row) -> dict[str, Any]:
-        """What came of `run`, as plain data, and by how much the counters rose: vLLM's
-        with NWOR's, the device's, and the worker's of fallbacks."""
+        """The outcome of `run` as plain data, with the increments of vLLM's and NWOR's
+        counters, of the device's, and of the worker's fallbacks."""
         before, at_first = counters(self), self.report()
         found, report = vars(self.run(row)), self.report()
         return found | {
@@ -167,8 +165,8 @@ class Engine(Player):
         }
 
     def forget(self) -> None:
-        """Empties the prefix cache. Only while nothing runs. What a KV connector still
-        stores holds blocks, and is waited for."""
+        """Empties the prefix cache while no request runs; waits for the stores of a KV
+        connector, which hold blocks."""
         assert not self.llm.has_unfinished_requests()
         until = time.monotonic() + (STORE_LIMIT_S if self.spec.offloads else 0)
         while self.llm.reset_prefix_cache() is False:
@@ -184,11 +182,11 @@ class Engine(Player):
 
 
 def start_ray() -> None:
-    """A Ray of this process alone. Its workers inherit what is in the environment, but
-    nothing of NWOR's: that is for vLLM to bring."""
+    """Starts a Ray for this process. Its workers inherit the environment without NWOR's
+    variables, which vLLM must pass on."""
     import ray
 
-    # vLLM asks for the node by the address it finds, which need not be Ray's.
+    # vLLM looks the node up by an address that may differ from Ray's.
     os.environ["VLLM_HOST_IP"] = ray.util.get_node_ip_address()
     ours = {name: os.environ.pop(name) for name in list(os.environ) if "NWOR" in name}
     ray.init(include_dashboard=False, object_store_memory=RAY_BYTES)

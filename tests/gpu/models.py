@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny models for the GPU tests: configurations and a tokenizer, no weights.
 
-vLLM loads them with load_format="dummy"; `worker.GpuTestExtension` then gives them
-random weights of a useful size. The tokenizer knows the printable ASCII characters, one
-token each, which is enough for grammars. Shapes are the smallest that the kernels take:
-head size 64 for FlashAttention, DeepSeek's 512 + 64 for the MLA ones, of whose layers
-none is a mixture of experts (all come before first_k_dense_replace). DSpark makes all
-drafts of a request in one pass; a low-rank head lets each know the one before it, and
-another says how likely each is to be accepted.
+vLLM loads them with load_format="dummy"; `worker.GpuTestExtension` then sets random
+weights of a useful size. The tokenizer has one token for each printable ASCII
+character, enough for grammars. Shapes are the smallest that the kernels support: head
+size 64 for FlashAttention, DeepSeek's 512 + 64 for MLA, without mixtures of experts
+(all layers come before first_k_dense_replace).
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ import yaml
 
 
 def make(root: Path) -> None:
-    """Writes the configurations of models.yml, and their tokenizer, below `root`, a
-    folder each."""
+    """Writes each configuration of models.yml, with the tokenizer, to a folder in
+    `root`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     known = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text("utf-8"))

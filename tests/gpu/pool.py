@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs engines in processes of their own, several beside each other, and collects what
-they wrote.
+"""Runs engines in processes of their own, several at a time, and collects their
+reports.
 
-Each engine is a chain: off, then on, in this order, so that the second finds what the
-first compiled. A process that outlives its limit is stopped with all that it started;
-one that dies leaves its report as far as it got, and the end of its log.
+Each engine runs off, then on, so that the second finds what the first compiled. A
+process that exceeds its time limit is stopped with all its children; one that dies
+leaves the last state of its report, and the end of its log.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ OFF, ON = "off", os.environ.get("NWOR_GPU_MODE", "cow")
 
 @dataclass(frozen=True)
 class Finished:
-    """One process. report: what it wrote ({} if nothing). status: exit status, None if
-    it was stopped. log: the end of its output."""
+    """A finished process. report: {} if it wrote none. status: exit status, None if it
+    was stopped. log: the end of its output."""
 
     report: dict[str, Any]
     status: int | None
@@ -47,7 +47,7 @@ class Finished:
 
     @property
     def trouble(self) -> str:
-        """Why it did not come to its end, for people; "" if it did."""
+        """Why it did not end by itself, as text; "" if it did."""
         if self.status == 0 and self.report.get("finished"):
             return ""
         what = f"exit status {self.status}"
@@ -61,8 +61,8 @@ class Finished:
         return self.report
 
     def entry(self, *keys: str) -> dict[str, Any]:
-        """For the results file: how it ended, and these keys of the report, None where
-        it has none. Of its facts not the layers, which gpu_layouts.json has."""
+        """For the results file: how it ended, its facts without the layers, and these
+        keys of the report (None if missing)."""
         facts = self.report.get("facts") or {}
         aside = ("targets", "protected")
         return {
@@ -83,7 +83,7 @@ class Pool:
 
     num_jobs = 6
     limit_s = 240.0
-    # Of FlashAttention 2, vLLM's wheel has PTX, which the driver compiles (5 minutes).
+    # vLLM's wheel has FlashAttention 2 as PTX, which the driver compiles (5 minutes).
     flash_2_limit_s = 480.0
 
     def __init__(self, folder: Path) -> None:
@@ -94,7 +94,7 @@ class Pool:
         return {mode: self.run(job, spec, mode, **more) for mode in (OFF, ON)}
 
     def run(self, job: str, spec: EngineSpec, mode: str, **more: str) -> Finished:
-        """One process, to its end. more: environment variables."""
+        """Runs one process to its end. more: environment variables."""
         label = f"{job}-{spec.name}-{mode}"
         out, log = self.folder / f"{label}.json", self.folder / f"{label}.log"
         out.unlink(missing_ok=True)
@@ -120,7 +120,7 @@ class Pool:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 limit = self.flash_2_limit_s if spec.flash == 2 else self.limit_s
                 status = process.wait(limit)
-            with contextlib.suppress(ProcessLookupError):  # nothing is left of it
+            with contextlib.suppress(ProcessLookupError):  # no process is left
                 os.killpg(process.pid, signal.SIGKILL)
         seconds = time.perf_counter() - started
         print(f"{label}: status {status}, {seconds:.0f} s", flush=True)
@@ -143,11 +143,9 @@ def engines_fixture(
     by_mode: bool = False,
     num_jobs: int = Pool.num_jobs,
 ) -> Any:
-    """A fixture: what `chain` gives for each engine that the selected tests name, by
-    engine, `num_jobs` of them at a time. An engine's `entries` are saved as soon as it
-    has ended.
-
-    by_mode: the file of results has the mode in its name, unless it is cow.
+    """A fixture: the result of `chain` for each engine that the selected tests name, by
+    engine, `num_jobs` at a time. An engine's `entries` are saved as soon as it has
+    ended. by_mode: the results file has the mode in its name, unless it is cow.
     """
     file = f"{kind}_{ON}.json" if by_mode and ON != "cow" else f"{kind}.json"
 

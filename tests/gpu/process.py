@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine in one process: `python -m tests.gpu.process JOB ENGINE OUT MODELS`.
 
-JOB is a function of this module; NWOR's mode comes from VLLM_NWOR_MODE. Everything
-found is written to OUT as JSON, again after each row, so that a process that dies or is
-stopped leaves what it had. The exit status is 0 if the job came to its end; whether
-what it found is right, the tests judge.
+JOB is a function of this module; NWOR's mode comes from VLLM_NWOR_MODE. The report is
+written to OUT as JSON after each row, so that a process that dies leaves its last
+state. Exit status 0: the job ended; the tests judge the report.
 """
 
 from __future__ import annotations
@@ -38,24 +37,23 @@ from tests.gpu.rows import (
 from tests.helpers.player import Request, moved_bytes, risen
 
 POISON_SEED = 3
-# Of the profiler: what the device did, and what the host called.
+# The profiler's categories of device work and of the host's calls.
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 DRIVER_CALLS = ("cuda_runtime", "cuda_driver")
 # Calls of the CUDA runtime and driver that make the host wait.
-SYNCHRONISING = {
+SYNCHRONIZING = {
     *("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize"),
     *("cudaMemcpy", "cudaMemcpy2D", "cudaMemset", "cuCtxSynchronize"),
     *("cuStreamSynchronize", "cuEventSynchronize"),
     *("cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2"),
 }
-# Those of PyTorch's caching allocators, which also wait. Whether one finds a free block
-# of pinned memory depends on how far the device is: vanilla's number varies.
+# Calls of PyTorch's caching allocators, which also wait. Whether pinned memory is free
+# depends on the device's progress: plain vLLM's number varies.
 ALLOCATING = {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost"}
 CHECKED_ROWS = ("batch 1", "batch 8", "seeded sampling")
-NUM_CLOCKED = 40
 FLIP_BEFORE_STEP = 8
 NAP_BEFORE_STEP = 12
-# What slots that nobody has written hold, and whether one that is written does, too.
+# How unwritten slots are filled, and whether one written slot is filled, too.
 PASSES = {
     "plain": None,
     "again": None,
@@ -78,7 +76,7 @@ def matrix(spec: EngineSpec, models: Path, report: Report) -> None:
 
 
 def run_watched(engine: Engine, row: Row, by: str = "Watch") -> dict[str, Any]:
-    """Engine.run_row, and what the oracle saw. by: Watch or Fault."""
+    """Engine.run_row under the oracle. by: Watch or Fault."""
     engine.forget()  # before the caches are poisoned
     engine.rpc("test_oracle", by, "start", POISON_SEED)
     found = engine.run_row(row)
@@ -92,9 +90,8 @@ def layouts(spec: EngineSpec, models: Path, report: Report) -> None:
 
 
 def one_row(spec: EngineSpec, models: Path, report: Report) -> None:
-    """One row: where blocks are kept on the host, one in which a prompt comes back from
-    there. NWOR_TEST_VIEWS: a backend that NWOR shall take for one that does not copy
-    the block table."""
+    """One row; with KV offloading one in which a prompt comes back from the host.
+    NWOR_TEST_VIEWS: a backend to be treated as one that does not copy block tables."""
     if backend := os.environ.get("NWOR_TEST_VIEWS"):
         from vllm_nwor.hooks import staging
 
@@ -106,33 +103,9 @@ def one_row(spec: EngineSpec, models: Path, report: Report) -> None:
     report.save(moved=risen(before, moved_bytes(engine)))
 
 
-def clocked(spec: EngineSpec, models: Path, report: Report) -> None:
-    """Prompts through vLLM's LLM, with the engine core in a process of its own: which
-    requests share a batch is left to the clock."""
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(**spec.arguments(models))
-    llm.collective_rpc("test_randomize", args=(SEED, False))
-    sampling = SamplingParams(max_tokens=64, logprobs=2, **Engine.params)
-    prompts = [
-        {"prompt_token_ids": list(prompt(f"clocked {number}", 20 + number))}
-        for number in range(NUM_CLOCKED)
-    ]
-    outputs = [output.outputs[0] for output in llm.generate(prompts, sampling)]
-    report.save(
-        tokens=[list(output.token_ids) for output in outputs],
-        logprobs=[
-            [[(int(t), one.logprob) for t, one in at.items()] for at in output.logprobs]
-            for output in outputs
-        ],
-        facts=llm.collective_rpc("test_facts")[0],
-    )
-    llm.llm_engine.engine_core.shutdown()
-
-
 def missed(spec: EngineSpec, models: Path, report: Report) -> None:
-    """A row's outputs and counters with all hooks, and without that of begin; then what
-    the engine raises when it shall not go on like that."""
+    """A row's outputs and counters with all hooks and without that of begin; then the
+    error of a strict engine."""
     engine = Engine(spec, models, report)
     report.save(whole=engine.run_row(batch_8(spec)))
     engine.rpc("test_lose_begin", "0")
@@ -145,8 +118,8 @@ def missed(spec: EngineSpec, models: Path, report: Report) -> None:
 
 
 def faults(spec: EngineSpec, models: Path, report: Report) -> None:
-    """A row for each of what NWOR_TEST_FAULT names, which fails in it, once: only the
-    last one may end the engine."""
+    """A row for each fault that NWOR_TEST_FAULT names, which happens once in it; only
+    the last one may end the engine."""
     engine = Engine(spec, models, report)
     for what in os.environ["NWOR_TEST_FAULT"].split():
         engine.rpc("test_oracle", "Fault", "plant", what)
@@ -163,10 +136,9 @@ def faults(spec: EngineSpec, models: Path, report: Report) -> None:
 
 
 def sleep(spec: EngineSpec, models: Path, report: Report) -> None:
-    """The same rows awake, after a sleep of level 1 (weights kept on the host), after
-    one in the middle of a row, and after one of level 2 (nothing kept, so that the
-    weights are loaded anew). With the KV audit on it watches instead of the oracle,
-    which fills caches before a row."""
+    """The same rows before any sleep, after one of level 1 (weights kept on the host),
+    after one in the middle of a row, and after one of level 2 (weights are loaded
+    again). With the KV audit on there is no oracle, which fills caches before a row."""
     is_audited = "VLLM_NWOR_AUDIT" in os.environ
     engine = Engine(spec, models, report, enable_sleep_mode=True)
     run = engine.run_row if is_audited else partial(run_watched, engine)
@@ -177,15 +149,15 @@ def sleep(spec: EngineSpec, models: Path, report: Report) -> None:
         elif phase != "awake":
             nap(engine, int(phase[-1]))
         results["memory"] = engine.rpc("test_memory")[0]
-        report.save()  # a step on memory that is gone ends the process
+        report.save()  # a step on freed memory would end the process
         report.save_rows(phase, rows_of(spec, *SLEEP_ROWS), run)
     if is_audited:
         report.save(audit=engine.rpc("test_audit"))
 
 
 def interrupt(engine: Engine, row: Row) -> dict[str, Any]:
-    """A row in whose middle the engine sleeps and wakes up: vLLM preempts what runs,
-    and computes it again."""
+    """A row in which the engine sleeps and wakes up while requests run: vLLM preempts
+    and recomputes them."""
     found: dict[str, Any] = {}
 
     def sleep_and_wake_up() -> None:
@@ -198,7 +170,7 @@ def interrupt(engine: Engine, row: Row) -> dict[str, Any]:
 
 
 def nap(engine: Engine, level: int) -> None:
-    """Sleeps and wakes up, in the order vLLM's documentation gives for each level."""
+    """Sleeps and wakes up in the order of vLLM's documentation for each level."""
     engine.forget()
     engine.llm.sleep(level=level)
     assert engine.llm.is_sleeping()
@@ -206,7 +178,7 @@ def nap(engine: Engine, level: int) -> None:
         engine.llm.wake_up()
     else:
         engine.llm.wake_up(tags=["weights"])
-        engine.rpc("test_randomize", SEED)  # the weights come back, in place
+        engine.rpc("test_randomize", SEED)  # restores the weights in place
         engine.llm.wake_up(tags=["kv_cache"])
     assert not engine.llm.is_sleeping()
 
@@ -215,8 +187,8 @@ def nap(engine: Engine, level: int) -> None:
 
 
 def poison(spec: EngineSpec, models: Path, report: Report) -> None:
-    """Rows as they are, twice, and with what PASSES has in all slots that nobody has
-    written. NaN is last: it may end the engine."""
+    """Rows without filling, twice, and with unwritten slots filled as PASSES says. NaN
+    comes last: it may end the engine."""
     engine = Engine(spec, models, report)
     for name, filling in PASSES.items():
         run = partial(run_filled, engine, filling)
@@ -226,10 +198,10 @@ def poison(spec: EngineSpec, models: Path, report: Report) -> None:
 def run_filled(
     engine: Engine, filling: tuple[str, bool] | None, row: Row
 ) -> dict[str, Any]:
-    """Outputs and, unless `filling` is None, how much was filled."""
+    """Outputs and, unless `filling` is None, the number of filled slots."""
     if filling is None:
         return vars(engine.run(row))
-    engine.forget()  # what is cached may not be filled
+    engine.forget()  # cached blocks must not be filled
     engine.rpc("test_oracle", "Filler", "fill", *filling)
     from tests.helpers.filler import unwritten_blocks
 
@@ -240,8 +212,8 @@ def run_filled(
 
 
 def audit(spec: EngineSpec, models: Path, report: Report) -> None:
-    """All rows, then one with a bit flipped between two steps: what the audit found in
-    the former, and in the latter."""
+    """The audit's findings in all rows, then in one with a bit flipped between two
+    steps."""
     engine = Engine(spec, models, report)
 
     def run(row: Row) -> list[Any]:
@@ -258,9 +230,9 @@ def audit(spec: EngineSpec, models: Path, report: Report) -> None:
 
 
 def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
-    """Texts of whole blocks are stored when their requests end, then loaded by requests
-    that go on from there; those are asked again with a salt, so that nothing is found
-    and all is computed. NWOR_TEST_FAULT: whether the final token's slot is stored."""
+    """Stores texts of whole blocks, loads them for requests that continue these texts,
+    and runs those again with a salt, so that all is computed. NWOR_TEST_FAULT: whether
+    the slot of the final token is stored."""
     from tests.helpers.offloading_fault import final_slots
 
     are_stored = os.environ["NWOR_TEST_FAULT"] == "1"
@@ -273,7 +245,7 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
             Request(f"first/{n}", prompt(f"o {n}", 40 + n), 4 * size - 40 - n)
             for n in range(8)
         )
-        # A store is submitted in the step after it was decided.
+        # A store is submitted one step later.
         filler = (Request("filler/0", prompt("filler", 20), 12),)
         tokens = engine.run(Row("first", (first, filler))).tokens
         later = tuple(
@@ -287,15 +259,15 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
             for n, request in enumerate(first)
         )
         fresh = tuple(replace(r, name=f"fresh/{r.name}", salt="fresh") for r in later)
-        loaded = engine.run(Row("later", (later, filler)))  # all from the host
+        loaded = engine.run(Row("later", (later, filler)))  # loaded from the host
         computed = engine.run_again(Row("fresh", (fresh,)))
 
     def first_logprobs(outcome: Outcome, name: str) -> dict[int, float]:
-        """Of its first token, which the text before it alone decides."""
+        """Logprobs of the first token, which depends on the loaded text alone."""
         return {token: value for token, value, _ in outcome.logprobs[name][0]}
 
     differences = []
-    for request in later:  # the largest among the tokens that both have
+    for request in later:  # the largest difference among common tokens
         one = first_logprobs(loaded, request.name)
         other = first_logprobs(computed, f"fresh/{request.name}")
         both = [abs(one[token] - other[token]) for token in one.keys() & other.keys()]
@@ -308,17 +280,16 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
     )
 
 
-# -- synchronisation -------------------------------------------------------------------
+# -- synchronization -------------------------------------------------------------------
 
 
 def sync(spec: EngineSpec, models: Path, report: Report) -> None:
-    """Launches and synchronising calls of a row, JIT compilations, and last, because an
-    error leaves the engine broken, vLLM's own check for synchronisation."""
+    """Launches and synchronizing calls of a row, JIT compilations, and, last since an
+    error breaks the engine, vLLM's own check for synchronization."""
     import vllm.utils.gpu_sync_debug as sync_debug
     import vllm.utils.jit_monitor as monitor
 
-    # Kernels that vLLM's JIT monitor would complain about, as they come: with
-    # --jit-monitor-mode=error each would have raised.
+    # What vLLM's JIT monitor would raise for with --jit-monitor-mode=error.
     compiled: list[str] = []
 
     def note(*, backend: str, event: str, fn_name: str, detail: str | None = None):
@@ -329,10 +300,10 @@ def sync(spec: EngineSpec, models: Path, report: Report) -> None:
     sync_debug._sync_check_enabled = False
     engine.rpc("test_randomize", SEED)
     checked_rows = rows_of(spec, *CHECKED_ROWS)
-    # Twice: the first time may prepare what later steps only use.
+    # Twice: the first run may initialize things.
     for row in checked_rows * 2:
         engine.run(row)
-    report.save(compiled=compiled)  # and what comes later
+    report.save(compiled=compiled)  # later entries are saved, too
     report.save(profiles=[profile(engine, batch_8(spec)) for _ in range(2)])
     sync_debug._sync_check_enabled = True
     checked: dict[str, str | None] = {}
@@ -347,9 +318,9 @@ def sync(spec: EngineSpec, models: Path, report: Report) -> None:
 
 
 def profile(engine: Engine, row: Row) -> dict[str, Any]:
-    """What the profiler saw of a row: how many steps there were, and by name how often
-    the host called what waits or allocates, and ran an operator; copies to pageable
-    memory, which wait without such a call; all that the device did."""
+    """The profiler's counts for a row: steps; by name, the host's synchronizing and
+    allocating calls and operators, copies to pageable memory (which wait without such a
+    call), and the device's work."""
     import torch
     from torch.profiler import ProfilerActivity
 
@@ -374,7 +345,7 @@ def profile(engine: Engine, row: Row) -> dict[str, Any]:
     return {
         "steps": sum(map(bool, outcome.batches)),
         "windowed_steps": outcome.num_windowed,
-        "synchronising": count(*DRIVER_CALLS, of=SYNCHRONISING.__contains__),
+        "synchronizing": count(*DRIVER_CALLS, of=SYNCHRONIZING.__contains__),
         "allocating": count(*DRIVER_CALLS, of=ALLOCATING.__contains__),
         "pageable_copies": count("gpu_memcpy", of=lambda name: "Pageable" in name),
         "device_work": count(*DEVICE_WORK),
@@ -407,5 +378,5 @@ if __name__ == "__main__":
     status = main(*sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    # vLLM's threads and finalisers have nothing left to do that is worth waiting for.
+    # Skips vLLM's threads and finalizers.
     os._exit(status)

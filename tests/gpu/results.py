@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of the GPU tests as files: what was run, where, when, and what came of it.
+"""Saves results of the GPU tests, with environment and command.
 
-A file holds one entry for each engine; an entry of an engine that was not run again
-stays as it was (results are cumulative), each with its own environment. Files go to the
-folder in NWOR_GPU_RESULTS; without it nothing is written.
+A file has one entry for each engine, with its own environment; entries of engines that
+were not run again are kept. NWOR_GPU_RESULTS names the folder; without it nothing is
+written.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ FOLDER_VARIABLE = "NWOR_GPU_RESULTS"
 
 
 def save(name: str, kind: str, command: str, entries: dict[str, Any]) -> None:
-    """Adds `entries` to the file `name`, beside what earlier runs left there or in the
-    repository's results/."""
+    """Adds `entries` to those in the file `name`, there and in the repository's
+    results/."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder or not entries:
         return
@@ -33,7 +33,7 @@ def save(name: str, kind: str, command: str, entries: dict[str, Any]) -> None:
     name = environment.of_release(name.removesuffix(".json"), where) + ".json"
     path = Path(folder) / name
     with open(__file__) as lock:
-        # GPU steps beside each other, of one checkout, save to the same files.
+        # Concurrent GPU steps of one checkout save to the same files.
         fcntl.flock(lock, fcntl.LOCK_EX)
         known: dict[str, Any] = {}
         for source in (REPO / "results" / name, path):
@@ -45,9 +45,8 @@ def save(name: str, kind: str, command: str, entries: dict[str, Any]) -> None:
 
 
 def save_verdicts(step: str, *found: str) -> None:
-    """What became of a step of tools/gpu_run.sh, given with its arguments: of each
-    program in it (PROGRAM=STATUS) the exit status, and what pytest counted, by
-    PROGRAM.log."""
+    """Saves how a step of tools/gpu_run.sh ended, given with its arguments: of each
+    program (PROGRAM=STATUS) the exit status, and pytest's counts from PROGRAM.log."""
     exit_status: dict[str, int] = {}
     tests: dict[str, dict[str, int]] = {}
     for program, status in (one.split("=") for one in found):

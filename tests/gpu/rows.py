@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each engine of the GPU tests is made to do: the rows.
+"""The rows: the requests that each engine of the GPU tests runs.
 
-A row is one or more phases that run one after another; a phase is a set of requests
-with the number of the engine step before which each arrives or is aborted. The same
-rows run with NWOR off and on: batches are then composed alike, because the in-process
-engine decides nothing by the clock.
+A row is one or more phases, one after another; a phase is a set of requests, each with
+the number of the engine step before which it arrives or is aborted. With NWOR off and
+on the same row gives the same batches, since the in-process engine does not depend on
+time.
 
 Imports neither torch nor vLLM.
 """
@@ -19,22 +19,21 @@ from typing import Any
 from tests.gpu.engines import EngineSpec
 from tests.helpers.player import Request
 
-# When a row is run: awake, after sleeps of levels 1 and 2, and after one while requests
-# ran.
+# When a row runs: before any sleep, after sleeps of levels 1 and 2, and after one while
+# requests ran.
 PHASES = ("awake", "level 1", "live", "level 2")
 SLEEP_ROWS = ("batch 8", "seeded sampling", "prefix caching")
-# Drafters beside which vLLM computes the last block of a match again.
+# With these drafters vLLM computes the last block of a prefix match again.
 LOOKING_BACK = ("eagle", "mtp", "dspark")
-# Tokens that prompts of the row "hits at once" share, or have behind another's text.
+# Row "hits at once": tokens that prompts share, or have behind another's text.
 _SHARED, _TAIL = 150, 20
-# Prompts draw from few tokens, so that ngram has something to find.
+# Prompts use few tokens, so that ngram finds matches.
 _FIRST_TOKEN, _NUM_PROMPT_TOKENS = 10, 40
 
 
 @dataclass(frozen=True)
 class Row:
-    """name: what the row is about. phases: see above. needs: what must be seen in it
-    for it to have meant anything (see compare.py)."""
+    """needs: what must happen in the row (see compare.py)."""
 
     name: str
     phases: tuple[tuple[Request, ...], ...]
@@ -63,19 +62,19 @@ GRAMMARS: tuple[dict[str, Any], ...] = (
 
 
 def warm_up() -> Row:
-    """Runs before anything is watched: first uses of kernels and scale caches."""
+    """First uses of kernels and scale caches."""
     params = [{"temperature": 0.8 * (i % 2), "seed": i} | _PLAIN for i in range(4)]
     return Row("warm-up", (_batch("warm", 4, 28, 12, params=params),))
 
 
 def rows(spec: EngineSpec) -> tuple[Row, ...]:
-    """The rows of the matrix, for an engine of this capacity. vLLM's CPU_MLA is slow,
-    samples greedily only, takes prompts whole and caches no prefixes."""
+    """The rows for this engine. vLLM's CPU_MLA is slow, samples greedily only, and has
+    neither chunked prefill nor prefix caching."""
     if spec.backend == "CPU_MLA":
         return (Row("batch 8", (_batch("eight", 8, 12, 10, stagger=1),)),)
     if spec.loras:
         return (Row("LoRA", (_adapted(),), frozenset({"cached", "different"})),)
-    # Of a sliding window vLLM caches too few blocks to find some at once.
+    # With a sliding window vLLM caches too few blocks.
     at_once = frozenset(() if spec.windows else ("hit at once",))
     return (
         Row("batch 1", ((Request("one/0", prompt("one", 30), 48, params=_PLAIN),),)),
@@ -94,7 +93,7 @@ def rows(spec: EngineSpec) -> tuple[Row, ...]:
 
 
 def rows_of(spec: EngineSpec, *names: str) -> list[Row]:
-    """Those of these names that it has."""
+    """Those of these rows that the engine has."""
     known = {row.name: row for row in rows(spec)}
     return [known[name] for name in names if name in known]
 
@@ -104,8 +103,8 @@ def batch_8(spec: EngineSpec) -> Row:
 
 
 def offloaded() -> Row:
-    """The others take all blocks of the prompt that comes again. One request at a time:
-    when a load is done is left to the clock."""
+    """A prompt that is evicted and comes back from the host. One request at a time,
+    since loads take different times."""
     return Row("offloaded", _returning("offload", 500, 500))
 
 
@@ -117,8 +116,7 @@ def _batch(
     stagger: float = 0,
     params: Sequence[dict[str, Any]] = (_PLAIN,),
 ) -> tuple[Request, ...]:
-    """Requests of different lengths, `stagger` steps apart, greedy if their parameters,
-    which repeat, say nothing else."""
+    """Requests of different lengths, `stagger` steps apart; `params` repeat."""
     return tuple(
         Request(
             f"{name}/{i}",
@@ -132,7 +130,7 @@ def _batch(
 
 
 def _sampled() -> tuple[Request, ...]:
-    """Temperature 0.8 with seeds; some with top_p; one greedy beside them."""
+    """Temperature 0.8 with seeds; some with top_p; one greedy."""
     params: list[dict[str, Any]]
     params = [{"temperature": 0.8, "seed": 100 + i} | _PLAIN for i in range(7)]
     for i in (1, 4):
@@ -141,8 +139,7 @@ def _sampled() -> tuple[Request, ...]:
 
 
 def _aborted() -> tuple[Request, ...]:
-    """Three of eight are aborted mid-flight, two of them in the same step; they would
-    outlast that by far."""
+    """Three of eight are aborted while they run, two of them in the same step."""
     requests = list(_batch("aborts", 8, 38, 40, stagger=0.5))
     for i, step in ((1, 6), (4, 9), (6, 9)):
         requests[i] = replace(requests[i], max_tokens=160, abort_at=step)
@@ -157,8 +154,7 @@ def _too_many(spec: EngineSpec) -> tuple[Request, ...]:
 
 
 def _returning(name: str, *others: int) -> tuple[tuple[Request, ...], ...]:
-    """A prompt, others of these lengths, and the prompt again with another end: a phase
-    each."""
+    """A phase each: a prompt, others of these lengths, the prompt with another end."""
     shared = prompt(name, 200)
     between = (prompt(f"{name} {i}", length) for i, length in enumerate(others))
     prompts = (shared + prompt("x", 20), *between, shared + prompt("y", 30))
@@ -169,12 +165,12 @@ def _returning(name: str, *others: int) -> tuple[tuple[Request, ...], ...]:
 
 
 def _sharing() -> tuple[Request, ...]:
-    """Beside requests that verify drafts, two of one text arrive together: the second
-    finds blocks cached that the first writes in the same step. And one arrives whose
-    prompt is another's text, just when a window's target row fills that one's last
-    block: it is found cached in the step that writes it (an asynchronous scheduler
-    knows the token a step later: while that step may still run). Not so beside drafters
-    that look back, for which vLLM leaves out the last block of a match."""
+    """While others verify drafts, two requests of one text arrive together: the second
+    finds cached blocks that the first writes in the same step. Another one's prompt is
+    a running request's text, and arrives when a target row fills its last block: that
+    block is found in the step that writes it (with an asynchronous scheduler one step
+    later, while the step may still run). With drafters of LOOKING_BACK vLLM leaves out
+    the last block of a match."""
     shared = prompt("shared", _SHARED)
     return (
         *_batch("leading", 8, 40, 160),
@@ -191,7 +187,7 @@ def _sharing() -> tuple[Request, ...]:
 def hits_at_once(
     spec: EngineSpec, batches: Sequence[Sequence[tuple[str, int]]]
 ) -> bool:
-    """Whether what a row of `_sharing` gave is what it is about."""
+    """Whether a row of `_sharing` had these prefix hits."""
     firsts: dict[str, tuple[int, int]] = {}  # batch, and tokens in it
     for number, batch in enumerate(batches):
         for name, num_tokens in batch:
@@ -209,9 +205,9 @@ def hits_at_once(
 
 
 def _ids_again(spec: EngineSpec) -> tuple[tuple[Request, ...], ...]:
-    """The id of a request that was aborted comes again at once, with another end of its
-    text; that of one that has ended, too. While a step is in flight vLLM would take
-    what that gives for the new request's: asynchronous engines get it a step later."""
+    """The ids of an aborted request and of a finished one are used again, with another
+    end of the text. Asynchronous engines get the first one a step later: vLLM would
+    give it the output of the step in flight."""
     text = prompt("again", 140)
 
     def request(number: int, tail: str, max_tokens: int, **more: Any) -> Request:
@@ -228,15 +224,15 @@ def _ids_again(spec: EngineSpec) -> tuple[tuple[Request, ...], ...]:
 
 
 def _in_two() -> tuple[Request, ...]:
-    """Two outputs of each prompt, sampled; the second finds it cached."""
+    """Two sampled outputs of each prompt; the second finds it cached."""
     params = {"n": 2, "temperature": 0.8, "seed": 7} | _PLAIN
     return _batch("two", 4, 140, 32, stagger=1, params=[params])
 
 
 def _adapted() -> tuple[Request, ...]:
-    """One text for each adapter and for none, together; then it begins another one.
-    Fewer than 128 tokens a step: from there on vLLM adds up the parts of a product with
-    an adapter in no certain order (split_k of lora/ops/triton_ops/utils.py)."""
+    """One text with each adapter and with none; then as the beginning of another one.
+    Fewer than 128 tokens a step: from there on vLLM's LoRA kernels add in no fixed
+    order (split_k of lora/ops/triton_ops/utils.py)."""
     text = prompt("adapted", 40)
     return (
         *(
@@ -248,18 +244,17 @@ def _adapted() -> tuple[Request, ...]:
 
 
 def _mixed() -> tuple[Request, ...]:
-    """Long prompts, more than a step's tokens together, arrive among decoders."""
+    """Long prompts, together more than a step's tokens, arrive among decoders."""
     long = _batch("long", 3, 408, 20)
     return _batch("decoding", 4, 20, 60) + tuple(replace(r, at=5) for r in long)
 
 
 def _structured() -> tuple[Request, ...]:
-    """GRAMMARS, beside two requests without one.
+    """GRAMMARS, and two requests without one.
 
     An asynchronous engine of vLLM 0.26, and of 0.33 on V1, runs drafts that a grammar
-    forbids, and masks their logits. A rejection rule that looks at those refuses them;
-    "synthetic" accepts them by chance, and vLLM ends the request with an error
-    (v1/core/sched/scheduler.py:1745 of 0.26.0), whatever the grammar: none allows all
-    tokens that a random drafter may draw. Those engines leave the row unmet."""
+    forbids, and masks their logits. "synthetic" rejection ignores logits and accepts
+    some, and vLLM ends the request with an error (v1/core/sched/scheduler.py:1745 of
+    0.26.0): the row is "unmet" on those engines."""
     params = [kind | {"ignore_eos": False} for kind in GRAMMARS]
     return _batch("free", 2, 20, 30) + _batch("grammar", 3, 26, 48, params=params)

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV audit at 100 % on real engines: silent where nothing is wrong, on every engine
-of the matrix, on both ranks of a tensor parallel one, and on one that sleeps and wakes
-up; one bit flipped between two steps is found where it is; and beside the
-OffloadingConnector vLLM issue 54193, which vLLM 0.26 has.
+"""The KV audit of all bytes on real engines.
 
-NWOR's mode is that of the matrix (NWOR_GPU_MODE). Beside the connector it is off: the
-audit alone. A vLLM that has the mend of 54193 gets the fault planted, one that has not
-is mended in memory for the control.
+No finding on the engines of the matrix, on both ranks of a tensor parallel engine, and
+on one that sleeps; a bit that is flipped between two steps is found at its place; and,
+with the OffloadingConnector and NWOR off, the fault of vLLM issue 54193 is found. A
+vLLM without that fault gets it patched in; one with it is patched for the control.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ def entries(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
 
 
 def audited(job: str, num_jobs: int = Pool.num_jobs) -> Any:
-    """A fixture: what that job found with NWOR on, and the audit."""
+    """A fixture: the reports of that job with NWOR and the audit on."""
 
     def chain(pool: Pool, spec: EngineSpec) -> Chain:
         return {ON: pool.run(job, spec, ON, **AUDIT)}
@@ -64,7 +62,7 @@ def findings(looks):
 
 
 def check_looks(looks):
-    """It has looked, and lies in no pool that sleep empties."""
+    """The audit compared something, and its memory is in no pool that sleep empties."""
     for look in looks:
         assert set(look["pools"]) == {None}
         assert look["totals"]["identities"] > 10_000
@@ -100,7 +98,7 @@ def test_an_engine_that_sleeps_has_no_findings(sleeping, engine):
 
 
 @CELLS
-def test_a_chunk_with_an_unwritten_slot_is_named_when_it_is_stored(corrupting, engine):
+def test_storing_a_chunk_with_an_unwritten_slot_is_found(corrupting, engine):
     report = corrupting[engine][FAULTY].whole()
     size = BY_NAME[engine].block_size
     stored = [f for f in findings(report["audit"]) if f["kind"] == "handed_on"]
@@ -109,16 +107,16 @@ def test_a_chunk_with_an_unwritten_slot_is_named_when_it_is_stored(corrupting, e
     first, filler = ("first", 4 * size), ("filler", 2 * size)
     assert {f["slot"] % size for f in stored} == {size - 1}
     assert {first} <= places <= {first, filler}
-    if BY_NAME[engine].runner == "v1":  # some hold the request's own rejected draft
+    if BY_NAME[engine].runner == "v1":  # some slots have the request's rejected draft
         assert any(f["writer"]["request"] == f["owner"] for f in stored)
-    # It is what the loaded text's logprobs show, against the mended engine's noise.
+    # The loaded text's logprobs differ by more than the noise of the patched engine.
     noise = corrupting[engine][MENDED].whole()["differences"]
     assert max(report["differences"]) > 3 * max(noise), (report["differences"], noise)
 
 
 @CELLS
-def test_the_mended_connector_has_no_findings(corrupting, engine):
+def test_the_patched_connector_has_no_findings(corrupting, engine):
     report = corrupting[engine][MENDED].whole()
     assert findings(report["audit"]) == []
-    # Chunks were loaded all the same, as they were stored.
+    # Chunks were loaded.
     assert sum(look["totals"]["returned"] for look in report["audit"]) > 0

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guarantees 1, 2, 3 and 7 on real engines, on every pair of what vLLM allows together.
+"""Guarantees 1, 2, 3 and 7 on real engines, for every pair of options that vLLM
+combines.
 
-The engines are in engines.yml, what they are made to do is in rows.py, what is checked
-in compare.py, how bytes are watched in tests/helpers/oracle.py. Each engine runs twice
-in processes of its own, with NWOR off and on; the off one must fail the oracle.
+Engines: engines.yml; their requests: rows.py; checks: compare.py; the byte oracle:
+tests/helpers/oracle.py. Each engine runs with NWOR off and on, in processes of its own;
+the oracle must report the off one. NWOR_GPU_MODE=stage runs them with shadow blocks.
 
-NWOR_GPU_MODE=stage has them run with shadow blocks. Not covered: pipeline parallelism
-(refused), block copies (full attention makes none), and FLASHINFER, which the test
-machines lack.
+Not covered: pipeline parallelism (refused), block copies (full attention makes none),
+FLASHINFER (not installed on the test machines).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import pytest
 from packaging.version import parse
 
 from tests.gpu import results
-from tests.gpu.compare import CHECKS, judge, places
+from tests.gpu.compare import CHECKS, judge
 from tests.gpu.engines import BY_NAME, GROUPS, EngineSpec
 from tests.gpu.pool import OFF, ON, Pool, engines_fixture, engines_of
 
-# An engine on V2, and what a step counts that begin did not see.
+# An engine on V2, and the counter of steps without begin.
 MISSING, MISSED = "eagle-flash-eager-fp8", "nwor_fallbacks/begin_missed"
 ACCEPTED = "spec_decode_num_accepted_tokens"
 
 
 def can_run(spec: EngineSpec) -> bool:
-    """Whether the installed vLLM has such a method, on V2, or such an executor."""
+    """Whether the installed vLLM has the engine's method and executor."""
     is_newer = parse(version("vllm")) >= parse("0.33")
     if spec in GROUPS["newer"]:
         return is_newer
@@ -56,10 +56,10 @@ verdicts, single_verdicts = (
 
 def assert_check(verdict: dict[str, Any] | None, check: str) -> None:
     if verdict is None:
-        pytest.skip("this vLLM has no such method or executor, or no Ray")
+        pytest.skip("this vLLM lacks the method or executor, or Ray is not installed")
     problems = verdict["problems"]
     if problems["started"] and check != "started":
-        pytest.skip(f"not all of it ran: {problems['started'][0][:200]}")
+        pytest.skip(f"a process did not finish: {problems['started'][0][:200]}")
     assert not problems[check], "\n".join(problems[check])
     left = {"outputs": "unsettled", "digests": "unsettled", "rows": "unmet"}
     if unclear := verdict.get(left.get(check)):
@@ -75,47 +75,20 @@ def test_matrix(verdicts, engine, check):
 @pytest.mark.parametrize("check", CHECKS)
 @engines_of("parallel")
 def test_two_ranks(single_verdicts, engine, check):
-    """Each rank of a tensor parallel engine restores its own cache, without a word to
-    the others."""
+    """Each rank of a tensor parallel engine restores its own cache."""
     assert_check(single_verdicts[engine], check)
-
-
-def test_two_ranks_whose_batches_the_clock_composes(pool):
-    """Plain vLLM several times, then each mode. Where plain vLLM is the same from run
-    to run, they have to be, too; where it is not, other tokens say nothing."""
-    spec = BY_NAME["tp2-v2-eagle-eager-async"]
-    clock = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    modes = [OFF] * 5 + ["cow", "cow", "stage"]
-    runs = [pool.run("clocked", spec, mode, **clock) for mode in modes]
-    found = [(run.whole()["tokens"], run.report["logprobs"]) for run in runs]
-    entries = {
-        f"{spec.name}-{number}-{mode}": run.entry()
-        | {
-            "mode": mode,
-            "requests": len(tokens),
-            "other_tokens_than_the_first": len(places(tokens, found[0][0])),
-            "other_logprobs_than_the_first": len(places(logprobs, found[0][1])),
-        }
-        for number, (mode, run, (tokens, logprobs)) in enumerate(
-            zip(modes, runs, found, strict=True)
-        )
-    }
-    results.save("gpu_clocked.json", "gpu_clocked", "make gpu-test", entries)
-    if any(one != found[0] for one in found[:5]):
-        pytest.skip("plain vLLM is not the same from run to run here")
-    assert all(one == found[0] for one in found)
 
 
 @pytest.mark.parametrize("check", CHECKS)
 @engines_of("ray")
 def test_ray(single_verdicts, engine, check):
-    """NWOR is at work in a Ray actor, to which vLLM brings its variables."""
+    """The worker is a Ray actor; vLLM passes NWOR's variables on."""
     assert_check(single_verdicts[engine], check)
 
 
-def test_why_a_drafter_behind_a_copied_table_is_not_staged(pool):
-    """Forced, fewer of its drafts are right, and no error says so; refused, its group
-    is logged and nothing changes."""
+def test_why_a_group_whose_drafter_copies_the_block_table_is_not_staged(pool):
+    """If it is staged by force, fewer drafts are right, without an error; refused, it
+    uses the undo log and nothing changes."""
     spec, lenient = BY_NAME["copying-flex"], {"VLLM_NWOR_STRICT": "0"}
     views = {"NWOR_TEST_VIEWS": spec.backend}
     runs = {
@@ -139,8 +112,8 @@ def test_why_a_drafter_behind_a_copied_table_is_not_staged(pool):
 
 
 def test_a_missed_begin_on_v2(pool):
-    """Without the hook of begin every step with drafts is a fallback and a breach, the
-    outputs stay vanilla's; under VLLM_NWOR_STRICT=always the first one raises."""
+    """Without the hook of begin every step with drafts is a fallback and a breach, with
+    plain vLLM's outputs; VLLM_NWOR_STRICT=always raises."""
     spec = BY_NAME[MISSING]
     off = pool.run("one_row", spec, OFF).whole()["row"]
     run = pool.run("missed", spec, ON)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guarantees 3 and 6 when something fails once: vLLM's forward or its sampler, or one
-of NWOR's ops, on asynchronous engines of both runners in mode stage.
+"""Guarantees 3 and 6 when vLLM's forward, its sampler or one of NWOR's ops fails once,
+on asynchronous engines of both runners in mode stage.
 
-vLLM does not go on after an exception in a step (tests/e2e/test_fault_points.py goes on
-with an engine on the CPU): what holds at that moment is looked at in the worker, by
-tests/helpers/fault.py. Not covered: faults inside a kernel, which end the process.
+An exception in a step ends the engine, so tests/helpers/fault.py examines its state in
+the worker at that moment. Engines that continue: tests/e2e/test_fault_points.py. Not
+covered: faults inside a kernel, which end the process.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ STAGE = "stage"
 ENGINES = pytest.mark.parametrize(
     "engine", ["sleep-v2-eagle-async", "eagle-flash-v1-async"]
 )
-# What fails and ends the step: how it is counted, and what is raised.
+# Faults that end the step: the counted reason, and the error.
 ENDING = {
     "forward": ("step_failed", "injected into vLLM"),
     "sampler": ("step_failed", "injected into vLLM"),
     "commit": ("commit_failed", "NWOR commit_failed: commit_draft_layer: injected; "),
 }
-# What fails and does not: how it is counted; what the oracle says of that step alone.
-# Where stage fails the step is logged; where that fails, too, it is vanilla.
+# Faults that do not: the counted reasons, and the oracle's reports for that step. If
+# stage fails the step is logged; if that fails, too, it runs as plain vLLM.
 KEPT = {
     "stage": (["stage_failed"], {"not staged"}),
     "log": (["stage_failed", "begin_failed"], {"not staged", "not restored"}),
@@ -38,7 +38,7 @@ TOGETHER = " ".join(KEPT)
 
 
 def chain(pool: Pool, spec: EngineSpec) -> Chain:
-    """A process for each that ends an engine, one for the others."""
+    """A process for each fault that ends the engine, one for the others."""
     lenient = {"VLLM_NWOR_STRICT": "0"}
     return {OFF: pool.run("one_row", spec, OFF)} | {
         what: pool.run("faults", spec, STAGE, NWOR_TEST_FAULT=what, **lenient)
@@ -65,17 +65,17 @@ runs = engines_fixture(
 
 
 def check_put_back(look):
-    """Block tables and slot mappings are vLLM's own, and no byte of a block that holds
-    drafts has changed, nor any that the forward was not to write."""
+    """Block tables and slot mappings are vLLM's own; no byte of a block with drafts has
+    changed, nor any outside the slots of the step."""
     assert look["entries"] == 0
     assert look["strays"] == {}
 
 
 @pytest.mark.parametrize("what", ENDING)
 @ENGINES
-def test_what_holds_when_a_step_fails(runs, engine, what):
-    """When the exception leaves the runner: the forward has run, in shadow blocks. What
-    the engine raises may be what that did to the next step, which is in flight."""
+def test_a_failed_step_leaves_the_cache_unchanged(runs, engine, what):
+    """When the exception leaves the runner. The engine may raise the error of the next
+    step, which is in flight."""
     reason, error = ENDING[what]
     found = runs[engine][what].whole()[what]
     assert found["raised"] != ""
@@ -84,14 +84,14 @@ def test_what_holds_when_a_step_fails(runs, engine, what):
     check_put_back(look)
     assert look["state"] == ("failed" if what == "commit" else "idle")
     assert look["drafts"] == look["staged"] > 4
-    assert look["written"] > 0  # one that is proposed again finds its own bytes
+    assert look["written"] > 0  # a draft that is proposed again writes the same bytes
     assert look["fallbacks"] == {reason: 1}
 
 
 @pytest.mark.parametrize("what", KEPT)
 @ENGINES
 def test_an_op_that_fails_loses_nothing(runs, engine, what):
-    """Outputs are vanilla's, it is counted, in the metrics, too, and no breach."""
+    """Outputs are plain vLLM's; the failure is counted and is no breach."""
     reasons, kinds = KEPT[what]
     found = runs[engine][TOGETHER].whole()[what]
     vanilla = runs[engine][OFF].whole()["row"]

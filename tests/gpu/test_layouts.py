@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guarantee 8's ground: where a slot's bytes lie, on each attention backend.
+"""The probed layout of a slot's bytes on each attention backend (guarantee 8).
 
-In a running engine NWOR probes each layer; here its answer is held against what vLLM's
-own writer changes when it writes random keys and values elsewhere, for several tokens
-at once, and against the shape that vLLM bound. Probing must leave the live
-implementation and the caches as they were.
+It is compared with the bytes that vLLM's own writer changes when it writes random keys
+and values of several tokens, and with the shape that vLLM bound. Probing must not
+change the live implementation or the caches.
 """
 
 import pytest
@@ -15,7 +14,7 @@ from tests.gpu.pool import ON, engines_fixture, engines_of
 ENGINES = engines_of("layouts")
 runs = engines_fixture(
     "gpu_layouts",
-    # Not strict: a refusal is to be seen here as an answer, not as a dead engine.
+    # Not strict: a refusal must be in the report, not end the engine.
     lambda pool, spec: {ON: pool.run("layouts", spec, ON, VLLM_NWOR_STRICT="0")},
     lambda spec, chain: {spec.name: chain[ON].entry("groups", "layouts")},
 )
@@ -29,7 +28,7 @@ def layers(on):
 
 
 @ENGINES
-def test_the_writer_writes_there_and_nowhere_else(on, layers, engine):
+def test_the_writer_writes_exactly_the_probed_bytes(on, layers, engine):
     for layer in layers:
         assert layer["rows"], layer
         assert layer["is_protected"], (layer, on["groups"])
@@ -45,8 +44,8 @@ def test_probing_leaves_no_trace(layers, engine):
 
 
 @ENGINES
-def test_backend_and_order_are_those_asked_for(layers, engine):
-    """A row that silently fell back to another backend or order would prove nothing."""
+def test_vllm_used_the_requested_backend_and_layout(layers, engine):
+    """Otherwise the engine would prove nothing."""
     spec = BY_NAME[engine]
     for layer in layers:
         assert layer["backend"] == spec.backend, layer

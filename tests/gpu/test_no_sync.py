@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guarantees 4 and 5 on real engines: nothing waits, and two launches a step.
+"""Guarantees 4 and 5 on real engines: no synchronization, two launches per step.
 
-Counted by the torch profiler over one row of requests, in a process with NWOR off and
-in one with it on; each profiles twice, so that vanilla is first compared with itself.
-Also here: VLLM_GPU_SYNC_CHECK=error, wherever vanilla passes it, and what is compiled
-after start-up.
+The torch profiler counts over one row of requests, with NWOR off and on; each process
+profiles twice, so that plain vLLM is first compared with itself. Also:
+VLLM_GPU_SYNC_CHECK=error, if plain vLLM passes it, and JIT compilation after start-up.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ ENGINES = engines_of("sync")
 
 
 def shortened(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
-    """For the results file: what the tests compare, without the names of vLLM's own
-    kernels and of the host's operators, which are many."""
+    """For the results file: without the names of vLLM's kernels and operators."""
     found: dict[str, Any] = {"added_work": None}
     if not any(run.trouble for run in chain.values()):
         profiles = (run.report["profiles"][-1] for run in chain.values())
@@ -51,13 +49,13 @@ runs = engines_fixture(
 
 
 def waiting_line(trace: str) -> str:
-    """The frame in which a synchronising call was made."""
+    """The frame of the synchronizing call."""
     frames = re.findall(r'File ".*', trace.partition("RuntimeError")[0])
     return frames[-1] if frames else trace[-300:]
 
 
 def difference(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    """What `other` has more (or, negative, less) than `one`, by name."""
+    """`other` minus `one`, by name, without zeros."""
     names = sorted(one.keys() | other.keys())
     rose = {name: other.get(name, 0) - one.get(name, 0) for name in names}
     return {name: number for name, number in rose.items() if number}
@@ -65,12 +63,12 @@ def difference(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
 
 @pytest.fixture
 def same_steps(off, on):
-    """The second profile of each process; skips where vanilla differs from itself."""
+    """The second profile of each process; skips if plain vLLM differs from itself."""
     first, vanilla = off["profiles"]
     _, ours = on["profiles"]
     differs = difference(first["device_work"], vanilla["device_work"])
     if first["steps"] != vanilla["steps"] or differs:
-        pytest.skip(f"vanilla differs between two runs of the same requests: {differs}")
+        pytest.skip(f"plain vLLM differs between two equal runs: {differs}")
     assert vanilla["windowed_steps"] > 0
     assert ours["steps"] == vanilla["steps"]
     assert ours["windowed_steps"] == vanilla["windowed_steps"]
@@ -78,16 +76,16 @@ def same_steps(off, on):
 
 
 @ENGINES
-def test_no_synchronising_call_is_added(same_steps, engine):
+def test_no_synchronizing_call_is_added(same_steps, engine):
     off, on = same_steps
-    assert on["synchronising"] == off["synchronising"]
+    assert on["synchronizing"] == off["synchronizing"]
     # A copy to pageable memory waits without such a call.
     assert on["pageable_copies"] == off["pageable_copies"]
 
 
 @ENGINES
 def test_nothing_is_allocated(off, on, same_steps, engine):
-    """The fewest of two profiles: what an allocator happens to lack is not in it."""
+    """The minimum of two profiles, without chance misses of an allocator."""
     fewest = []
     for report in (off, on):
         one, other = (Counter(seen["allocating"]) for seen in report["profiles"])
@@ -97,8 +95,8 @@ def test_nothing_is_allocated(off, on, same_steps, engine):
 
 @ENGINES
 def test_two_launches_a_step_and_nothing_else(same_steps, engine):
-    """One launch to log, one to restore, for the one group; the counters' way to the
-    host is in the second."""
+    """One launch to log and one to restore, for the one group; the second also copies
+    the counters to the host."""
     off, on = same_steps
     added = difference(off["device_work"], on["device_work"])
     steps = on["windowed_steps"]
@@ -107,9 +105,7 @@ def test_two_launches_a_step_and_nothing_else(same_steps, engine):
 
 
 @ENGINES
-def test_the_host_runs_no_other_operator(same_steps, engine):
-    """On the host: what reads the counters afterwards works on CPU tensors of six
-    numbers. Our own ops ran in the first step, long before."""
+def test_the_host_runs_no_torch_operator_of_ours(same_steps, engine):
     off, on = same_steps
     added = difference(off["cpu_op"], on["cpu_op"])
     ours = ("_C_cache_ops::", "pin_memory", "resize")
@@ -119,14 +115,13 @@ def test_the_host_runs_no_other_operator(same_steps, engine):
 
 
 @ENGINES
-def test_sync_check_passes_where_vanilla_does(off, on, engine):
+def test_sync_check_passes_if_plain_vllm_passes(off, on, engine):
     for row, text in off["sync_check"].items():
         if text:
-            pytest.skip(f"vanilla does not pass it in row {row!r}: {text[-300:]}")
+            pytest.skip(f"plain vLLM does not pass it in row {row!r}: {text[-300:]}")
     assert on["sync_check"] == off["sync_check"]
 
 
 @ENGINES
-def test_nothing_is_compiled_that_vanilla_does_not(off, on, engine):
-    """After start-up; in its mode "error" vLLM's monitor would raise for each."""
+def test_no_jit_compilation_is_added(off, on, engine):
     assert set(on["compiled"]) <= set(off["compiled"])

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NWOR beside vLLM's OffloadingConnector: guarantees 3 and 7; the connector's own
-metrics travel in the same field as ours.
+"""Guarantees 3 and 7 with vLLM's OffloadingConnector, whose metrics must stay.
 
-NWOR_GPU_MODE=stage has the engines run with shadow blocks. When a transfer is done is
-left to the clock: bytes are watched on the CPU (tests/integration/test_connectors.py),
-where it is not.
+NWOR_GPU_MODE=stage runs the engines with shadow blocks. Transfers take different times,
+so bytes are compared on the CPU (tests/integration/test_connectors.py).
 """
 
 from tests.gpu.compare import counter_problems, differing
@@ -24,22 +22,22 @@ runs = engines_fixture(
 
 
 @ENGINES
-def test_outputs_are_vanillas(off, on, engine):
+def test_outputs_are_plain_vllms(off, on, engine):
     assert set(on["facts"]["resolved"]) == {ON}
     rows = [report["row"] for report in (off, on)]
-    for row in rows:  # a step in which nothing ran is left to the clock
+    for row in rows:  # the number of empty steps varies
         row["batches"] = [batch for batch in row["batches"] if batch]
     assert differing(*rows) == []
-    # Beside an EAGLE head vLLM computes the last block of a match again.
+    # With an EAGLE head vLLM computes the last block of a match again.
     least = 176 if "eagle" in engine else 192
     cached = max(on["row"]["cached"].values())
     assert cached >= least, "nothing came back from the host"
 
 
 @ENGINES
-def test_the_connectors_metrics_are_beside_ours(off, on, engine):
-    """How many bytes depends on the clock: LLMEngine drops statistics of steps without
-    outputs, in which a load of a request alone is done."""
+def test_the_connectors_metrics_are_kept(off, on, engine):
+    """The number of bytes varies: LLMEngine drops statistics of steps without
+    outputs."""
     for report in (off, on):
         assert report["moved"]["GPU_to_CPU"] > 0
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What slots that no request has written may hold, on each attention backend: vanilla
-vLLM with all of them filled before each forward, as if each were a rejected draft.
+"""Which bytes unwritten slots may hold, on each attention backend: plain vLLM with all
+of them filled before each forward, as if each were a rejected draft.
 
-The poison of VLLM_NWOR_ON_REJECT must change no output; a NaN may, and what it does is
-recorded (docs/audit.md, "Poison"). If one written slot a step is filled as well, it
-must show: else nothing would be filled where attention reads.
+The poison of VLLM_NWOR_ON_REJECT must change no output; the effect of a NaN is recorded
+(docs/audit.md, "Poison"). Filling one written slot per step must change outputs.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from tests.gpu.engines import BY_NAME, EngineSpec
 from tests.gpu.pool import OFF, Finished, engines_fixture, engines_of
 
 UNCHANGED, DIFFER, NAN = "outputs unchanged", "outputs differ", "outputs NaN"
-FAILED, UNSETTLED = "engine failed", "not told: differs from itself"
+FAILED, UNSETTLED = "engine failed", "not decided: plain vLLM is not deterministic here"
 VERDICTS = (UNCHANGED, DIFFER, NAN, FAILED)
 ENGINES = engines_of("poisoned")
 
 
 def verdict(plain: dict[str, Any], filled: dict[str, Any] | None) -> str:
-    """Of a row."""
+    """The verdict on a row."""
     if filled is None:
         return FAILED
     if "NaN" in json.dumps(filled["logprobs"]):
@@ -34,8 +33,8 @@ def verdict(plain: dict[str, Any], filled: dict[str, Any] | None) -> str:
 
 
 def judge(spec: EngineSpec, run: Finished) -> dict[str, Any]:
-    """For each pass the worst verdict of the rows in which the engine does not differ
-    from itself, and in how many of them; and what is needed to read it."""
+    """For each pass the worst verdict over the rows in which plain vLLM does not vary,
+    in how many rows, and the engine's facts."""
     found = {name: getattr(spec, name) for name in ("backend", "graphs", "runner")}
     found |= {"kv_cache": spec.kv_cache.replace("auto", "bf16")} | run.entry()
     rows = run.report.get("plain", {})
@@ -70,9 +69,9 @@ runs = engines_fixture(
 
 
 def settled(entry, name):
-    """That pass; skips if the engine differs from itself."""
+    """That pass; skips if plain vLLM varies."""
     if entry[name]["verdict"] == UNSETTLED:
-        pytest.skip(f"it differs from itself: {entry['again']['rows']}")
+        pytest.skip(f"plain vLLM varies: {entry['again']['rows']}")
     return entry[name]
 
 
@@ -89,7 +88,7 @@ def test_poison_changes_no_output(runs, engine):
 
 
 @ENGINES
-def test_poison_in_a_written_slot_shows(runs, engine):
+def test_poison_in_a_written_slot_changes_outputs(runs, engine):
     entry = runs[engine]
     found = settled(entry, "taken")
     assert found["rows"], entry["trouble"]

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NWOR on an engine that sleeps: guarantees 1, 2, 3 and 7 after each wake-up.
+"""Guarantees 1, 2, 3 and 7 on an engine that sleeps, after each wake-up.
 
-Sleep mode takes the memory under the KV cache and the weights away and gives other
-memory at the same addresses back. Level 1 keeps the weights on the host; level 2 keeps
-nothing, and they are loaded anew. What NWOR allocates while vLLM binds the KV cache is
-in the same pool unless care is taken: a table of addresses would come back as zeros.
+Sleep mode unmaps the memory of the KV cache and the weights, and maps other memory at
+the same addresses later. Level 1 keeps the weights on the host; after level 2 they are
+loaded again. NWOR must not allocate in that pool: its tables would come back as zeros.
 
-Not covered: weights read from files by reload_weights (they are written in place, as
-reinforcement learning does), quantised caches, several ranks.
+Not covered: reload_weights (weights are written in place), quantized caches, several
+ranks.
 """
 
 from __future__ import annotations
@@ -28,15 +27,14 @@ from tests.gpu.pool import ON, Chain, engines_fixture, engines_of
 from tests.gpu.rows import PHASES, SLEEP_ROWS
 
 ENGINES = engines_of("sleep")
-# A row's, or "not compared" where vanilla answers otherwise than awake.
+# Of a row; "not compared" if plain vLLM's outputs change with the sleep.
 CHECKS = ("vanilla", "bytes", "outputs", "counters")
 
 
 def row_problems(
     spec: EngineSpec, off: Report, on: Report, phase: str, row: str
 ) -> Found:
-    """Guarantees 1 and 2, by the byte oracle, which vanilla fails; 7, as counters that
-    were lost in a sleep would rise by nonsense; and 3."""
+    """Guarantees 1 and 2 by the byte oracle, which must report plain vLLM; 7 and 3."""
     vanilla, found = off[phase][row], on[phase][row]
     for check, text in byte_problems(vanilla, found):
         if check in CHECKS:
@@ -51,8 +49,8 @@ def row_problems(
 
 
 def interrupted_problems(off: Report, on: Report) -> Found:
-    """Of the row in whose middle the engine slept. Nothing is lost: the same tokens as
-    vanilla, and all of them counted."""
+    """Of the row in which the engine slept: plain vLLM's tokens, all of them
+    counted."""
     vanilla, found = (report["live"]["interrupted"] for report in (off, on))
     for text in differing(vanilla, found):
         yield "outputs", f"interrupted: {text}"
@@ -67,8 +65,7 @@ def interrupted_problems(off: Report, on: Report) -> Found:
 
 
 def judge(spec: EngineSpec, off: Report, on: Report, phase: str) -> dict[str, Any]:
-    """For the results file, as far as it came: where memory lay, what was restored, and
-    what the checks found."""
+    """For the results file: where memory lies, counters, and the problems found."""
     vanilla, found = off.get(phase, {}), on[phase]
     rows = [row for row in SLEEP_ROWS if row in vanilla and row in found]
     seen = [one for row in rows for one in row_problems(spec, off, on, phase, row)]
@@ -106,9 +103,9 @@ runs = engines_fixture(
 
 
 @ENGINES
-def test_nothing_of_ours_is_in_the_pool_that_is_emptied(on, engine):
+def test_none_of_nwors_memory_is_in_the_pool_that_sleep_unmaps(on, engine):
     memory = on["awake"]["memory"]
-    # Such addresses are recognised: the caches themselves are in it.
+    # The caches are in that pool.
     assert set(memory["cache_pools"]) == {"kv_cache"}
     assert set(memory["pools"].values()) == {None}, memory["pools"]
 
@@ -135,14 +132,14 @@ def test_bytes_and_counters(off, on, engine, phase):
 
 @pytest.mark.parametrize("phase", PHASES)
 @ENGINES
-def test_outputs_are_vanillas(off, on, engine, phase):
-    """Guarantee 3; and what was asked before the sleep gets the same answer after."""
+def test_outputs_are_plain_vllms(off, on, engine, phase):
+    """Guarantee 3, and the same outputs as before the sleep."""
     found = judge(BY_NAME[engine], off, on, phase)
     assert found["problems"]["outputs"] == []
     if rows := found["not_compared"]:
-        pytest.skip(f"{phase}, {rows}: vanilla answers otherwise after this sleep")
+        pytest.skip(f"{phase}, {rows}: plain vLLM's outputs change with the sleep")
 
 
 @ENGINES
-def test_requests_that_run_while_it_sleeps(off, on, engine):
+def test_requests_that_run_when_the_engine_sleeps(off, on, engine):
     assert list(interrupted_problems(off, on)) == []

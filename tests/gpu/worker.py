@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GpuTestExtension: what the GPU tests do inside vLLM's worker, by collective_rpc.
-
-The same calls serve an engine in this process and one with several workers. They return
-plain data. Nothing here is imported by the package under test.
-"""
+"""GpuTestExtension: methods of vLLM's worker that the GPU tests call by collective_rpc,
+on engines in this process and with several workers. They return plain data."""
 
 from __future__ import annotations
 
@@ -26,14 +23,13 @@ class GpuTestExtension(OracleExtension):
     """Mixed into vLLM's worker class; `self.model_runner` is the worker's."""
 
     def test_randomize(self, seed: int, are_alike: bool = False) -> None:
-        """Gives target and drafter random weights in place, the same in every process.
-        vLLM's dummy ones are alike in all layers and so small that an fp8 cache would
-        hold only zeros.
+        """Sets random weights of target and drafter in place, the same in every
+        process. vLLM's dummy weights are so small that an fp8 cache would hold only
+        zeros.
 
-        are_alike: the drafter gets the weights that the target has under the same name,
-        an EAGLE head goes on from the token alone, and the target's layers that the
-        drafter has not add little: more than half of the greedy drafts are right, as
-        long as the drafter reads its own cache as it wrote it."""
+        are_alike: the drafter gets the target's weights of the same name, an EAGLE head
+        uses the token alone, and the target's further layers add little. Then more than
+        half of the greedy drafts are right if the drafter reads its cache correctly."""
         runner = self.model_runner
         models = [runner.get_model(), draft_model(runner)]
         seen: set[int] = set()
@@ -51,8 +47,8 @@ class GpuTestExtension(OracleExtension):
                 renew_copies(model)
 
     def test_fix_costs(self) -> None:
-        """Adaptive verification weighs times that it measured, and an estimate that it
-        renews as it goes: makes both the same in every process."""
+        """Makes the measured times and the estimate of adaptive verification the same
+        in every process."""
         runner = self.model_runner
         manager = getattr(runner, "adaptive_verification", None)
         if manager is None:
@@ -66,8 +62,7 @@ class GpuTestExtension(OracleExtension):
             estimator.REFIT_INTERVAL = 1 << 60
 
     def test_lose_begin(self, strictness: str) -> None:
-        """Takes the hook of the V2 runner's begin off; from now on NWOR does what
-        VLLM_NWOR_STRICT says with that value."""
+        """Removes the hook of the V2 runner's begin, and sets VLLM_NWOR_STRICT."""
         from vllm_nwor.config import Strict
         from vllm_nwor.hooks import _wrap, ledger
 
@@ -77,7 +72,7 @@ class GpuTestExtension(OracleExtension):
         manager.config = replace(manager.config, strictness=Strict(strictness))
 
     def test_facts(self) -> dict[str, Any]:
-        """What vLLM made of the engine's arguments, and NWOR of its layers."""
+        """vLLM's resolved configuration, and NWOR's protected layers."""
         runner = self.model_runner
         config = runner.vllm_config
         layers = cache_layers(runner).values()
@@ -135,7 +130,7 @@ class GpuTestExtension(OracleExtension):
         }
 
     def test_audit(self) -> dict[str, Any]:
-        """What the audit has found so far, and how much it compared."""
+        """The audit's findings so far, and how much it compared."""
         state = self.model_runner.nwor_audit
         groups = state.audit.groups
         return {
@@ -150,8 +145,7 @@ class GpuTestExtension(OracleExtension):
         }
 
     def test_layouts(self) -> list[dict[str, Any]]:
-        """For each protected layer: NWOR's layout against what vLLM's writer does, and
-        whether probing left the live implementation and cache alone."""
+        """`judge_layout` of each target layer."""
         layers = target_layers(self.model_runner).items()
         return [judge_layout(self.model_runner, name, layer) for name, layer in layers]
 
@@ -166,8 +160,8 @@ def draft_model(runner: Any) -> Any:
 
 
 def renew_copies(model: torch.nn.Module | None) -> None:
-    """DFlash's and DSpark's drafters keep copies of some weights, for which graphs were
-    captured: writes the weights into them again."""
+    """Writes the weights to the copies that DFlash's and DSpark's drafters keep, for
+    which graphs were captured."""
     inner = getattr(model, "model", None)
     names = ("_fused_kv_weight", "_k_norm_weights")
     kept = {name: getattr(inner, name, None) for name in names}
@@ -180,8 +174,8 @@ def renew_copies(model: torch.nn.Module | None) -> None:
 
 
 def fill(name: str, parameter: torch.Tensor) -> None:
-    """Random values from `name` alone: norms are ones, embeddings of unit size, the
-    rest keeps the size of what goes in."""
+    """Random values seeded by `name`: norms are ones, embeddings have unit size, other
+    weights preserve the size of their input."""
     if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
         return
     if parameter.dim() < 2:
@@ -195,15 +189,13 @@ def fill(name: str, parameter: torch.Tensor) -> None:
 
 
 def adds_after_first_layer(name: str) -> bool:
-    """Whether the parameter is the last of an attention or MLP, of a layer that a
-    drafter of one layer has not."""
+    """Whether it is the output projection of an attention or MLP behind layer 0."""
     layer = re.search(r"\.layers\.(\d+)\..*\.(o_proj|down_proj)\.", name)
     return layer is not None and layer[1] != "0"
 
 
 def pool_tag(address: int) -> str | None:
-    """The tag under which vLLM's sleeping allocator holds `address`; None if it is not
-    of that allocator."""
+    """The tag of `address` in vLLM's sleep-mode allocator; None if it is not in it."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     for start, data in CuMemAllocator.get_instance().pointer_to_data.items():
@@ -217,8 +209,9 @@ def pool_tag(address: int) -> str | None:
 
 
 def judge_layout(runner: Any, name: str, layer: Any) -> dict[str, Any]:
-    """NWOR's layout of one layer against the bytes that vLLM's own writer changes;
-    writes to the caches."""
+    """Compares NWOR's layout of one layer with the bytes that vLLM's own writer
+    changes, and whether probing changed the implementation or the caches; writes to the
+    caches."""
     from vllm_nwor.kv_layout import LayoutRefused
     from vllm_nwor.kv_probe import probe_layout
 
@@ -265,9 +258,9 @@ def judge_layout(runner: Any, name: str, layer: Any) -> dict[str, Any]:
 def written_bytes(
     caches: Memory, layer: Any, slots: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """[bytes] bool: those of the layer's allocation that vLLM's writer changes when it
-    writes random keys and values to `slots`, on either of two backgrounds. Raises if it
-    wrote to another layer's."""
+    """[bytes] bool: which bytes of the layer's allocation vLLM's writer changes when it
+    writes random keys and values to `slots`, on two backgrounds. Raises if it writes to
+    another layer."""
     whole, impl = allocation(layer), layer.impl
     changed = torch.zeros_like(whole, dtype=torch.bool)
     generator = torch.Generator(device=whole.device)
@@ -278,8 +271,8 @@ def written_bytes(
         return values.to(dtype)
 
     for background in (0x00, 0xFF):
-        # A first write makes an implementation prepare what it keeps (TRITON_ATTN
-        # fills all scales with ones); then the background is put back.
+        # A first write initializes the implementation (TRITON_ATTN fills all scales
+        # with ones); then the background is set again.
         for _ in range(2):
             for one in caches.layers.values():
                 allocation(one).fill_(background)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several tests share: engines in process, byte oracles, scripted drafters.
+"""Shared by several tests: engines in this process, byte oracles, scripted drafters.
 
-Nothing here reads the package under test to learn how a cache is laid out or which
-drafts were rejected: both are worked out again, from vLLM alone, so that a mistake in
-the package cannot hide in its own proof.
+Cache layouts and rejected drafts are derived from vLLM alone, never from the package
+under test, so that its mistakes cannot hide.
 """

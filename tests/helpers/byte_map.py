@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which slot owns which byte of a cache: of CPU_ATTN's from the layout's formulas, of
-others, which have rows, from the strides of the tensor that vLLM bound.
+"""Which slot owns which byte of a cache: for CPU_ATTN by its packing formulas, for
+caches with rows by the strides of the tensor that vLLM bound.
 
-Written from vLLM's packing rules, not from NWOR's probing, which finds the same by
-experiment with vLLM's own writer; a test holds the two against each other.
+Independent of NWOR's probing, which writes through vLLM's own writer; a test compares
+the two.
 
 A block of a layer is, for each head, a page of two regions, K then V, of N * D
 elements each (N slots a block, D the head size). Element d of the token at offset o:
@@ -37,8 +37,8 @@ def cache_of(layer: Any) -> torch.Tensor:
 
 
 def packing(layer: Any) -> str | None:
-    """The instruction set that CPU_ATTN packs this cache for; None if it has rows."""
-    # Up to 0.26 the implementation has it.
+    """The instruction set for which CPU_ATTN packs this cache; None if it has rows."""
+    # Up to vLLM 0.26 it is an attribute of the implementation.
     return getattr(layer, "isa", None) or getattr(layer.impl, "isa", None)
 
 
@@ -46,7 +46,7 @@ def owners(layer: Any) -> torch.Tensor:
     """The offset in its block, 0..N-1, of the slot that owns each byte of a block.
 
     Returns [num_heads, page bytes of a head] int64. Raises NotImplementedError for an
-    instruction set whose packing is not known here.
+    unknown instruction set.
     """
     _, num_heads, block_size, width = cache_of(layer).shape
     head_size = width // 2
@@ -87,10 +87,9 @@ def allocation(layer: Any) -> torch.Tensor:
 
 
 def slot_bytes(layer: Any) -> torch.Tensor:
-    """Where in its allocation the bytes of each slot of the layer lie.
-
-    Returns [num_slots, bytes of a slot] int64, on the cache's device. The cache may
-    have any strides as long as a row, or if it is packed a head's page, is contiguous.
+    """[num_slots, bytes of a slot] int64, on the cache's device: the place in the
+    layer's allocation of each byte of a slot. Rows, or a packed head's page, must be
+    contiguous.
     """
     cache = cache_of(layer)
     num_blocks, num_heads, block_size, width = cache.shape

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters with a script: which drafts are right is decided by the test.
+"""Scripted drafters: the test decides which drafts are right.
 
-They stand in for one runner's `propose_draft_token_ids`. What the target would say is
-known from an earlier run without drafts; a plan says, for a request and the number of
-tokens it has, how many drafts to make and how many of them to get right.
+They replace one runner's `propose_draft_token_ids`. The target's tokens are known from
+an earlier run without drafts; a plan gives, for a request and its number of tokens, how
+many drafts to propose and how many of them are right.
 """
 
 from __future__ import annotations
@@ -34,23 +34,22 @@ def no_drafts(name: str, num_tokens: int) -> tuple[int, int]:
 
 
 def mixture(name: str, num_tokens: int) -> tuple[int, int]:
-    """Every pair of counts occurs, differently for each request, always alike."""
+    """Every pair of counts, by request and length; deterministic."""
     draw = random.Random(zlib.crc32(f"{name} {num_tokens}".encode()))
     num_drafts = draw.choice((0, 1, 2, 3, 4, 4, 4))
     return num_drafts, draw.randint(0, num_drafts)
 
 
 def mixture_of_four(name: str, num_tokens: int) -> tuple[int, int]:
-    """As `mixture`, always with NUM_DRAFTS drafts."""
+    """As `mixture`, with NUM_DRAFTS drafts in every window."""
     return NUM_DRAFTS, mixture(name, num_tokens)[1]
 
 
 class ScriptedDrafter:
     """Drafts for one engine's requests.
 
-    truth: for each request its whole text, prompt included, as the target would write
-    it. Past its end every draft is wrong. own: of each step that proposed drafts, what
-    the runner's drafter proposed itself.
+    truth: each request's whole text with its prompt, by the target; past its end every
+    draft is wrong. own: the drafts of the runner's own drafter, by step.
     """
 
     def __init__(self, truth: Mapping[str, Sequence[int]], plan: Plan) -> None:
@@ -60,9 +59,8 @@ class ScriptedDrafter:
         self.num_proposed: Counter[str] = Counter()
 
     def attach(self, runner: Any, keeps_own: bool = False) -> None:
-        """Puts these drafts in the place of `runner`'s own. keeps_own: its drafter runs
-        in each step, whatever its method, and there are as many drafts as it made; the
-        plan says how many are right."""
+        """Replaces the drafts of `runner`. keeps_own: its own drafter runs in each step
+        and decides how many drafts there are; the plan decides how many are right."""
         batch = runner.input_batch
         propose = type(runner).propose_draft_token_ids.__get__(runner)
 
@@ -95,8 +93,8 @@ class ScriptedDrafter:
     def draft(
         self, name: str, num_tokens: int, num_drafts: int | None = None
     ) -> list[int]:
-        """Drafts for the tokens after the first `num_tokens` of this request; that many
-        of them, or as many as the plan says."""
+        """Drafts behind the first `num_tokens` tokens of this request: `num_drafts`, or
+        by default the plan's number."""
         planned, num_right = self.plan(name, num_tokens)
         num_drafts = planned if num_drafts is None else num_drafts
         text = list(self.truth.get(name, ())[num_tokens:][:num_drafts])
@@ -110,9 +108,9 @@ class ScriptedDrafter:
 def truth_of(
     engine: Engine, requests: Sequence[Request], without_drafts: bool = True
 ) -> dict[str, list[int]]:
-    """What the target writes for each request: prompt, then NUM_DRAFTS tokens more
-    than it was asked for. Runs them without drafts, or with those of the engine's
-    drafter; removes arrivals and aborts."""
+    """Each request's prompt and the target's tokens, NUM_DRAFTS more than max_tokens.
+    Runs all from step 0 without aborts; without drafts, or with the engine's
+    drafter."""
     if without_drafts:
         ScriptedDrafter({}, no_drafts).attach(engine.runner)
     alone = {"at": 0, "abort_at": None, "abort_during": None}

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real vLLM engine in this process, driven step by step.
 
-`Engine(mode)` builds an LLMEngine with NWOR in that mode. With mode "off" every
-function that NWOR has wrapped is put back, unwrapped, on the objects this engine uses:
-an off engine runs vLLM's own code whatever else this process has loaded.
+`Engine(mode)` builds an LLMEngine with NWOR in that mode. In mode "off" its objects get
+vLLM's own functions back, unwrapped, even if this process has hooked their classes.
 
-`Engine.run` plays requests (player.py) and returns tokens, logprobs and what each step
-did (runner_probe.py).
-With tensor parallelism the runners live in worker processes: then `probe` is None, and
-worker_probe.py does there what the probe does here.
+`Engine.run` plays requests (player.py) and returns tokens, logprobs and steps
+(runner_probe.py). With tensor parallelism the runners are in worker processes: `probe`
+is None, and worker_probe.py takes its place.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ DEFAULTS: dict[str, Any] = {
 
 @dataclass
 class Result(Outputs):
-    """What came of a run, and its steps."""
+    """Outputs and steps of a run."""
 
     steps: list[Step] = field(default_factory=list)
 
@@ -81,12 +79,12 @@ class Result(Outputs):
         return sum(len(step.preempted) for step in self.steps)
 
     def schedule(self) -> list[tuple[dict[str, int], dict[str, int], dict[str, int]]]:
-        """How batches were composed; equal for runs that did the same work."""
+        """The composition of all batches."""
         return [(step.scheduled, step.drafted, step.accepted) for step in self.steps]
 
 
 def assert_same(found: Result, expected: Result) -> None:
-    """All outputs, and how batches were composed."""
+    """Asserts equal outputs and equal batches."""
     for part in ("tokens", "logprobs", "text", "finish", "cached"):
         assert getattr(found, part) == getattr(expected, part), part
     assert found.schedule() == expected.schedule()
@@ -94,12 +92,10 @@ def assert_same(found: Result, expected: Result) -> None:
 
 @contextmanager
 def threads(num_threads: int) -> Iterator[None]:
-    """This process, and those it starts, compute with that many OpenMP threads while
-    the block runs.
+    """Sets the number of OpenMP threads of this process and its children.
 
-    Few: threads that wait for each other in busy loops make a step 50 times as long
-    when the machine is busy. vLLM's worker replaces torch.set_num_threads by a
-    function that does nothing, hence torch._C's.
+    On a busy machine threads that spin on each other make a step 50 times as long.
+    vLLM's worker disables torch.set_num_threads, hence torch._C's.
     """
     before = torch.get_num_threads()
     torch._C.set_num_threads(num_threads)
@@ -111,7 +107,7 @@ def threads(num_threads: int) -> Iterator[None]:
         torch._C.set_num_threads(before)
 
 
-# The process's first engine: its end would be that of vLLM's process groups.
+# The first engine stays: its end would destroy vLLM's process groups.
 _kept: list[Engine] = []
 _shared: dict[str, Engine] = {}
 _num_new = 0
@@ -119,27 +115,24 @@ MOST_SHARED = MOST_NEW = 6
 
 
 def free_memory() -> None:
-    """That of engines which nobody uses any more: they die of this only."""
+    """Collects unused engines, which are part of reference cycles."""
     global _num_new
     _num_new = 0
-    gc.unfreeze()  # vLLM freezes what is there when an engine has started
+    gc.unfreeze()  # vLLM freezes all objects when an engine has started
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def forget_engines() -> None:
-    """Those that are shared end, too."""
+    """Ends all engines but the first, shared ones included."""
     _shared.clear()
     if _num_new:
         free_memory()
 
 
 class Engine(Player, Observer):
-    """A real engine with NWOR in `mode`; `settings` are further VLLM_NWOR_* values.
-
-    arguments: EngineArgs that replace DEFAULTS; `model` is a name of
-    tools/setup/make_models.py.
-    """
+    """A real engine with NWOR in `mode`; settings: other VLLM_NWOR_* values; model: a
+    name of tools/setup/make_models.py; arguments: EngineArgs that replace DEFAULTS."""
 
     params = {"ignore_eos": True, "logprobs": 2, "temperature": 0}
 
@@ -180,14 +173,14 @@ class Engine(Player, Observer):
             self.probe = RunnerProbe(self.runner)
             finalizer = getattr(self.llm.engine_core, "_finalizer", None)
             if _kept and finalizer is not None:  # 0.29 has none
-                # At exit vLLM would collect garbage twice an engine, 0.8 s each; for
-                # the first one it may: without any, triton complains of leaks.
+                # At exit vLLM would collect garbage twice per engine, 0.8 s each. For
+                # the first one it does: otherwise triton reports leaks.
                 finalizer.detach()
         _kept[:] = _kept or [self]
 
     @property
     def audit(self) -> Any:
-        """The audit of this runner (audit/runner.py), or None without one."""
+        """The audit of this runner, or None."""
         return self.runner.__dict__.get("nwor_audit")
 
     @property
@@ -198,7 +191,7 @@ class Engine(Player, Observer):
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """A process has one KV connector: this engine's, or none, in the block."""
+        """Makes this engine's KV connector the process's only one in the block."""
         kv_transfer_state._KV_CONNECTOR_AGENT = self._connector
         try:
             yield
@@ -211,7 +204,7 @@ class Engine(Player, Observer):
         assert self.probe is not None
         config = self.llm.vllm_config.kv_transfer_config
         if config is not None and config.kv_connector == "OffloadingConnector":
-            self.run([Request("filler", (5,), 1)])  # it puts stores off by a step
+            self.run([Request("filler", (5,), 1)])  # stores are submitted a step later
         self.llm.reset_prefix_cache()
         self.probe.poison()
 
@@ -237,7 +230,7 @@ class Engine(Player, Observer):
         return result
 
     def committed(self, step: Step) -> None:
-        """Aborts the requests of this step that are to go once they were sampled."""
+        """Aborts the requests of this step with `abort_during`."""
         running = self.runner.input_batch.req_ids
         if aborted := [r for r in running if request_name(r) in self.abort_now]:
             self.core.aborts_queue.put(aborted)
@@ -256,10 +249,9 @@ def like_off(
     can_stage: bool = True,
     **arguments: Any,
 ) -> Engine:
-    """An engine whose scheduler has as many blocks as an off engine's: in mode stage
-    there are shadow blocks beside them, if `settings` do not say how many two for each
-    of DEFAULTS' sequences in each of `num_groups` KV-cache groups. can_stage: False
-    where NWOR then reserves none."""
+    """An engine whose scheduler has as many blocks as an off engine's. Mode stage adds
+    the shadow blocks of `settings`, by default two for each sequence of DEFAULTS in
+    each of `num_groups` KV-cache groups. can_stage: False if NWOR will reserve none."""
     settings = dict(settings or {})
     if mode == "stage":
         num_shadow = 2 * DEFAULTS["max_num_seqs"] * num_groups
@@ -271,7 +263,7 @@ def like_off(
 
 
 def shared(mode: str, **arguments: Any) -> Engine:
-    """`like_off`, or the engine that it gave before; so many are kept, in a file."""
+    """A cached `like_off`; at most MOST_SHARED, within a file."""
     key = repr((mode, sorted(arguments.items())))
     if key not in _shared:
         if len(_shared) == MOST_SHARED:
@@ -281,7 +273,7 @@ def shared(mode: str, **arguments: Any) -> Engine:
 
 
 def counts(engine: Engine) -> dict[str, int]:
-    """The device counters of all tables, by name; nothing for an off engine."""
+    """The device counters by name, summed over layer tables; {} for an off engine."""
     if engine.manager is None:
         return {}
     from vllm_nwor.ops import COUNTER_COLUMNS
@@ -291,8 +283,7 @@ def counts(engine: Engine) -> dict[str, int]:
 
 
 def bytes_of_slots(engine: Engine) -> dict[str, int]:
-    """Of a slot in each of the target's layers that has a cache of its own in its
-    KV-cache group."""
+    """Bytes of a slot, for each target layer with a cache of its own in its group."""
     assert engine.probe is not None
     targets = engine.probe.target_layers()
     found = {}
@@ -304,7 +295,7 @@ def bytes_of_slots(engine: Engine) -> dict[str, int]:
 
 
 def check_counts(engine: Engine, before: dict[str, int], result: Result) -> None:
-    """NWOR protected every window of the run, and counted exactly what happened."""
+    """NWOR protected every window of the run, and its counters are exact."""
     shadow = engine.manager.shadow
     staged = {} if shadow is None else shadow.groups
     num_seats = 0 if shadow is None else shadow.num_seats
@@ -326,7 +317,7 @@ def check_counts(engine: Engine, before: dict[str, int], result: Result) -> None
         seat < num_seats for step in result.steps for seat in step.seats.values()
     )
     assert num_staged > 0 or copied == [0, 0]
-    # A window at a block's begin copies no prefix.
+    # A window at the start of a block copies no prefix.
     assert num_staged < 20 or all(copied)
     assert found == {
         "windows": num_windows * groups,
@@ -342,12 +333,11 @@ def check_counts(engine: Engine, before: dict[str, int], result: Result) -> None
 
 @functools.cache
 def make_vllm_reusable() -> None:
-    """Lets this process build several engines, and the first one quickly."""
-    # A process-wide registration that vLLM 0.32 cannot repeat for a second engine: it
-    # fails on modules that were imported in between. Up to 0.29 runners do it alone.
+    """Lets this process build several engines, without compiling for the first."""
+    # vLLM 0.32 cannot repeat this registration for a second engine.
     if hasattr(CpuPlatform, "register_triton_kernel_overrides"):
         CpuPlatform.register_triton_kernel_overrides()
         CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
-    # Takes 18 s to compile; it only counts ranks, for off and cow alike.
+    # Takes 18 s to compile; it only counts the ranks of logprobs.
     counter = sampler.batched_count_greater_than
     sampler.batched_count_greater_than = counter._torchdynamo_orig_callable

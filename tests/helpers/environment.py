@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment that every engine of the tests runs in, and where models lie.
+"""The environment variables of all test engines, and the paths of models.
 
-Imports neither torch nor vLLM: variables must be set before those are imported.
+Imports neither torch nor vLLM: the variables must be set before those are imported.
 """
 
 from __future__ import annotations
@@ -24,31 +24,30 @@ VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
     "TOKENIZERS_PARALLELISM": "false",
-    # Bound or many OpenMP threads wait for each other in busy loops: on a machine that
-    # does anything else a step then takes 50 times as long. See engine.threads.
+    # On a busy machine bound threads that spin make a step 50 times as long.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "NUMBA_NUM_THREADS": "1",  # it sets the number for all of OpenMP otherwise
+    "NUMBA_NUM_THREADS": "1",  # else it sets OpenMP's number
 }
 PREFIX = "VLLM_NWOR_"
 
 
 def prepare() -> None:
     """Sets VARIABLES in this process and clears NWOR's own; called by conftest."""
-    gc.set_threshold(20_000)  # a tenth of the engines' time otherwise
+    gc.set_threshold(20_000)  # saves a tenth of the engines' time
     os.environ.update(VARIABLES)
     _take_settings()
 
 
 def _take_settings() -> dict[str, str]:
-    """NWOR's variables, which this process has no longer."""
+    """Removes and returns NWOR's variables."""
     names = [name for name in os.environ if name.startswith(PREFIX)]
     return {name: os.environ.pop(name) for name in names}
 
 
 def subprocess_env(**changes: str | None) -> dict[str, str]:
-    """This process's environment without NWOR's variables, then `changes` (None
-    removes a variable)."""
-    # The second one vLLM sets itself, for the workers of engines in this process.
+    """This process's environment without NWOR's variables, with `changes` (None removes
+    a variable)."""
+    # vLLM sets the second one for workers of engines in this process.
     left_out = (PREFIX, "VLLM_DIST_IDENT")
     env = {k: value for k, value in os.environ.items() if not k.startswith(left_out)}
     for name, value in changes.items():
@@ -61,8 +60,8 @@ def subprocess_env(**changes: str | None) -> dict[str, str]:
 
 @contextmanager
 def nwor_settings(settings: Mapping[str, str]) -> Iterator[None]:
-    """NWOR's variables are exactly `settings` (MODE="cow" sets VLLM_NWOR_MODE) while
-    the block runs; afterwards what they were."""
+    """Sets NWOR's variables to exactly `settings` (MODE="cow": VLLM_NWOR_MODE) in the
+    block."""
     before = _take_settings()
     os.environ.update({PREFIX + name: value for name, value in settings.items()})
     try:
@@ -73,10 +72,8 @@ def nwor_settings(settings: Mapping[str, str]) -> Iterator[None]:
 
 
 def model_path(name: str) -> str:
-    """The folder of a model that tools/setup/make_models.py made.
-
-    Raises FileNotFoundError, with the command to run, if it is not there.
-    """
+    """The folder of a model of tools/setup/make_models.py. FileNotFoundError: it was
+    not made; the message names the command."""
     path = make_models.model_path(name)
     if not (path / "config.json").exists():
         raise FileNotFoundError(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has something fail once in a model runner, V1 or V2, in any process, and looks at
-what holds then."""
+"""Makes something fail once in a model runner, V1 or V2, in any process, and examines
+the cache, the block tables and the manager at that moment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.runner_probe import manager_of
 INJECTED = "injected into vLLM"
 # Staged steps before the one that fails.
 EARLIER = 6
-# By what fails: the ops, at which of their calls, and whether after their work. Where
+# For each fault the ops that fail, at which call, and whether after their work. If
 # stage fails the step is logged.
 OPS = {
     "stage": (("stage", EARLIER, True),),
@@ -33,24 +33,23 @@ OPS = {
 
 
 class Fault(Watch):
-    """From `plant` to `lift` of a runner in mode stage, with seats for all requests.
+    """For a runner in mode stage with seats for all requests, from `plant` to `lift`.
 
-    looks: one when the step's stage has failed, and one when an exception leaves the
-    runner. Each has, as plain data,
+    looks: one after a failed stage, one when an exception leaves the runner. Each has
 
-        error, state   the exception; the manager's state
-        fallbacks      by reason, those since `plant`
-        entries        entries of block tables and slot mappings that are not vLLM's own
-        strays         by layer, slots with bytes that changed in this step, but for
-                       those in real blocks that the forward was to write to
-        drafts         of the step
-        staged         of these, how many were verified in a shadow block, and
-        written        had their bytes changed there, in the target's first layer
+        error, state   the exception; the manager's state fallbacks      by reason,
+        since `plant` entries        entries of block tables and slot mappings that are
+        not vLLM's own strays         by layer, slots whose bytes changed in this step,
+        except real ones
+                       that the forward was to write
+        drafts         drafts of the step
+        staged         how many of them were verified in a shadow block
+        written        how many changed their bytes there, in the target's first layer
     """
 
     def plant(self, what: str) -> None:
-        """what: a key of OPS; "forward": its launch is made, then it raises; "sampler":
-        rejection sampling raises before its work."""
+        """what: a key of OPS; "forward": raises after its launch; "sampler": rejection
+        sampling raises before its work."""
         runner = self.probe.runner
         self.manager = manager_of(runner)
         self.looks: list[dict[str, Any]] = []
@@ -115,7 +114,7 @@ class Fault(Watch):
         return is_staged
 
     def _entries(self) -> list[torch.Tensor]:
-        """Block tables and slot mappings, of the step's requests."""
+        """Block tables and slot mappings of the step's requests."""
         windows = self.windows
         num_reqs = len(windows.cu_num_logits) - windows.num_leading_zeros
         num_tokens = int(windows.query_start_loc[num_reqs])

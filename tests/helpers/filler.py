@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What slots that nobody has written may hold: fills them before each forward."""
+"""Fills the slots that no request has written before each forward."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from tests.helpers.runner_probe import Observer, RunnerProbe, Step
 
 
 class Filler(Observer):
-    """From `fill` to `stop` fills before each forward all slots of the target's layers
-    that no request has written, those of rejected drafts among them: `written` has the
-    others. Blocks that lost what they held are named by `forget` (`unwritten_blocks`).
-    NWOR is off."""
+    """From `fill` to `stop`: fills the unwritten slots of the target's layers before
+    each forward, with those of rejected drafts. written: all other slots. `forget`
+    marks blocks that a request gets anew (`unwritten_blocks`). NWOR is off."""
 
     def __init__(self, runner: Any) -> None:
         self.probe = RunnerProbe(runner)
         self.targets = self.probe.target_layers()
 
     def fill(self, contents: str, takes_one: bool) -> None:
-        """contents: "poison", as NWOR would leave it, or "nan". takes_one: each step's
-        first slot is filled as well, although it is written."""
+        """contents: "poison" (NWOR's) or "nan". takes_one: each step's first slot is
+        filled, too, although it is written."""
         self.probe.observers, self.probe.steps = [self], []
         self.takes_one = takes_one
         self.num_filled = self.num_rejected = 0
         self.graphs: Counter[str] = Counter()
         self.written: dict[str, torch.Tensor] = {}
         self.patterns: dict[str, torch.Tensor] = {}
-        # Groups may overlay each other's caches; a block is one group's at a time.
+        # Groups may share memory; a block is one group's at a time.
         by_cache: dict[int, torch.Tensor] = {}
         for name, layer in self.targets.items():
             cache = layer.kv_cache
@@ -43,7 +42,7 @@ class Filler(Observer):
             self.patterns[name] = pattern_of(layer, contents)
 
     def forget(self, blocks: list[int]) -> None:
-        """Nobody has written `blocks`."""
+        """Marks `blocks` as unwritten."""
         groups = self.probe.runner.kv_cache_config.kv_cache_groups
         for name, written in self.written.items():
             size = groups[self.probe.group_of[name]].kv_cache_spec.block_size
@@ -66,8 +65,8 @@ class Filler(Observer):
         self.graphs[step.graph] += 1
 
     def stop(self) -> dict[str, Any]:
-        """Slots that were filled, and those of rejected drafts, summed over layers and
-        steps; steps by graph mode."""
+        """Filled slots and rejected drafts' slots, summed over layers and steps; steps
+        by graph mode."""
         self.probe.observers = []
         return {
             "num_filled": self.num_filled,
@@ -80,8 +79,7 @@ class Filler(Observer):
 def unwritten_blocks(
     scheduler: Any, forget: Callable[[list[int]], Any]
 ) -> Iterator[None]:
-    """`forget` is called with the blocks that a step is given, before it runs: nobody
-    has written them any more."""
+    """Calls `forget` with the blocks that a step is given, before it runs."""
     pool = scheduler.kv_cache_manager.block_pool
     get_new_blocks = pool.get_new_blocks
 
@@ -95,10 +93,10 @@ def unwritten_blocks(
 
 
 def pattern_of(layer: Any, contents: str) -> torch.Tensor:
-    """[2] uint8, device: what bytes are filled with. See `Filler.fill`."""
+    """[2] uint8, device: the bytes to fill with. See `Filler.fill`."""
     from vllm_nwor.hooks.layers import _poison
 
-    # As bf16, as fp8 and as the fp32 scales beside integers; these have no NaN.
+    # A NaN as bf16, fp8 and fp32 (scales of integers, which have none themselves).
     pattern = (0xFF, 0x7F)
     if contents == "poison":
         pattern = (_poison(layer.impl, layer.kv_cache),) * 2

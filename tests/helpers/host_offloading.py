@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An offloading spec that runs on the CPU: chunks are kept in this process, a transfer
-is done when it was submitted. vLLM's own CPUOffloadingSpec refuses a CPU platform; its
-manager is used as it is.
+"""An offloading spec for CPU engines: chunks stay in this process, and a transfer is
+done when it is submitted. vLLM's CPUOffloadingSpec refuses a CPU platform; its manager
+is used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONNECTOR = {
 
 
 class HostWorker(OffloadingWorker):
-    """Tests replace `bring`, which is what a load does for a block."""
+    """Tests replace `bring`, which loads one block."""
 
     def __init__(self, caches: CanonicalKVCaches) -> None:
         self.tensors = [entry.tensor for entry in caches.tensors]
@@ -77,7 +77,7 @@ class HostWorker(OffloadingWorker):
 
 
 class HostSpec(CPUOffloadingSpec):
-    """last: the worker that was made last."""
+    """last: the newest worker."""
 
     last: HostWorker
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What NWOR logs. pytest's caplog sees nothing: vLLM's loggers do not propagate."""
+"""Captures NWOR's log. pytest's caplog does not: vLLM's loggers do not propagate."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def nwor_log() -> Iterator[list[str]]:
-    """The list that gets "LEVEL message" for each line, from INFO on, that NWOR logs in
-    the block."""
+    """A list that gets "LEVEL message" for each line of NWOR's log in the block, from
+    INFO on."""
     lines: list[str] = []
 
     class Handler(logging.Handler):

@@ -13,9 +13,8 @@ RANK = 8
 
 
 def lora(folder: Path, number: int, model: str | Path, name: str | None = None) -> Any:
-    """A LoRARequest: a random adapter, always the same for this number, of the values
-    of a Llama in the folder `model`; written to `folder`, which need not exist. name:
-    instead of one with the number in it."""
+    """A LoRARequest for the Llama in the folder `model`: random weights for v_proj,
+    seeded by `number`, written to `folder`. name: by default it has the number."""
     from safetensors.torch import save_file
     from vllm.lora.request import LoRARequest
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queries of tools/monitoring/dashboard.json, and a Prometheus to ask them: on
-loopback, with one target, its data in a folder of the test's."""
+"""The queries of tools/monitoring/dashboard.json, and a Prometheus with one target, on
+loopback, to run them."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def dashboard() -> dict[str, Any]:
 def queries(content: dict[str, Any], rate_interval: str) -> list[Query]:
     """Every query of every panel of a dashboard, for all models and engines.
 
-    rate_interval: what $__rate_interval stands for, "1m"; at least four scrapes long.
-    Raises KeyError for a variable that nothing fills.
+    rate_interval: the value of $__rate_interval, at least four scrapes ("1m").
+    Raises KeyError for an unknown variable.
     """
     filled = {"__rate_interval": rate_interval, "model_name": ".*", "engine": ".*"}
     return [
@@ -58,8 +58,8 @@ def queries(content: dict[str, Any], rate_interval: str) -> list[Query]:
 
 
 def program(name: str) -> str:
-    """The path of `prometheus` or `promtool`. Raises FileNotFoundError, with the
-    command that fetches them."""
+    """The path of `prometheus` or `promtool`. FileNotFoundError: neither on PATH nor
+    fetched; the message names the command."""
     fetched = cache_dir() / "prometheus" / "usr" / "bin"
     found = shutil.which(name) or shutil.which(name, path=str(fetched))
     if found is None:
@@ -74,7 +74,7 @@ class Prometheus:
         self.api = f"http://127.0.0.1:{port}"
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The instant vector of `expression` now: {"metric": labels, "value": [s, v]}.
+        """The instant vector of `expression`: {"metric": labels, "value": [s, v]} each.
         Raises httpx.HTTPStatusError if it is not PromQL."""
         return self._get("query", query=expression)["result"]
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Issue 54193 of vLLM's OffloadingConnector, put into the installed vLLM or taken out.
+"""Adds vLLM issue 54193 to the installed OffloadingConnector, or removes it.
 
-vLLM 0.26 offloaded a chunk whose last slot belongs to the final sampled token, which
-never runs: the slot holds a rejected draft's bytes, or was never written, and a later
-request loads it. 0.32 has the mend.
+vLLM 0.26 offloads a chunk whose last slot belongs to the final sampled token, which
+never runs: the slot has a rejected draft's bytes, or was never written, and a later
+request loads it. Fixed in 0.32.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MENDED = "num_tokens_after_batch = max(req.num_prompt_tokens, req.num_tokens - 1
 
 @contextmanager
 def final_slots(are_stored: bool) -> Iterator[bool]:
-    """Has the connector's scheduler store the final token's slot, or not; gives whether
-    the installed one does. In the source of the method as it is installed."""
+    """Patches the source of the installed scheduler so that it stores the final token's
+    slot, or does not; yields whether the installed one does."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 
     owner: Any = scheduler.OffloadingConnectorScheduler

@@ -1,41 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """The byte oracle for guarantees 1 to 3.
 
-SnapshotOracle watches one engine, on any device and of either runner: three whole
-copies of every cache allocation a step,
+SnapshotOracle copies every cache allocation of one engine, on any device and of either
+runner, three times a step:
 
     S0  before NWOR's log is taken, after vLLM's zeroing, block copies and loads
     S1  after the forward
     S2  after the sampler has returned, NWOR's commit included
 
-and what must hold between them, outside of shadow blocks, which no request has:
+Outside shadow blocks it requires:
 
     S2 == S0 at the slots of rejected drafts       else "not restored"; "torn" if it is
                                                    not S1 either
     S2 == S1 everywhere else                       else "stray write"
     S1 == S0 outside the slots of this step        else "unmapped write"
 
-With shadow blocks (mode stage) drafts are verified elsewhere, and commit writes the
-kept rows: S2 == S1 has to hold outside the slots of this step only, and
+With shadow blocks (mode stage) commit writes the kept rows: S2 == S1 is required
+outside the slots of this step only, and
 
     S1 == S0 at the slots of rows verified in a shadow block    else "early write"
     each rejected draft was verified in a shadow block          else "not staged"
 
-It works all that out from vLLM's own objects and asks NWOR for nothing but how many
-blocks it has reserved: on plain vLLM it must report "not restored".
+All of this comes from vLLM's own objects, except the number of reserved blocks. On
+plain vLLM it must report "not restored".
 
-Watch also has these, once a step is committed; for the last one it asks what NWOR has
-saved of its seats:
+Watch also requires, after commit (the last one from NWOR's saved seats):
 
     the scheduler gives no request a shadow block               else "handed out"
     no block table has one                                      else "left in a table"
-    rows of a shadow block that the next step will not copy
-    to it are those of the real block                           else "not present"
+    rows of a shadow block that the next step reuses are those
+    of the real block                                           else "not present"
 
-What else a cache holds is compared with a run without NWOR. For that, Watch has three
-64-bit digests of each step: where the step's slots lie; the bytes of all slots except
-those whose last write was a rejected draft; and the same of the slots written so far,
-wherever they lie (the second is only the same if requests got the same blocks).
+All other bytes are compared with a run without NWOR, by three 64-bit digests of each
+step: the step's slots; the bytes of all slots except those whose last write was a
+rejected draft; and the same over the slots written so far, wherever they lie (the
+second one is equal only if requests got the same blocks).
 """
 
 from __future__ import annotations
@@ -98,8 +97,8 @@ class Memory:
         return found
 
     def differing(self, one: torch.Tensor, other: torch.Tensor) -> dict[str, list[int]]:
-        """Slots with bytes that differ, of the first layer with each cache; "" -> none
-        if they are in no layer."""
+        """Slots with different bytes, for the first layer with each cache; {"": []} if
+        the bytes are in no layer."""
         if torch.equal(one, other):
             return {}
         differs = one != other
@@ -111,8 +110,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Violation:
-    """Bytes that are not what the guarantee says after a step. kind: see above, or
-    "begin wrote" (the log's begin changed the cache). layer: "" if it lies in none."""
+    """Bytes that violate a guarantee after a step. kind: see above, or "begin wrote"
+    (the log's begin changed the cache). layer: "" if they are in none."""
 
     step: int
     kind: str
@@ -123,12 +122,10 @@ class Violation:
 class SnapshotOracle(Observer):
     """Collects `violations`.
 
-    poison: what rejected slots must hold in each byte instead of what they held.
-    num_rejected: rejected slots that were checked, all layers together. num_dirty: how
-    many of those drafts had changed bytes where they were verified, so that restoring
-    them meant something (a draft proposed again after its rejection may find its own
-    bytes there). num_staged: rejected drafts verified in a shadow block, num_logged: in
-    a real one, as those of a request without a seat.
+    poison: the byte that rejected slots must hold, instead of their old bytes.
+    num_rejected: checked slots, summed over layers. num_dirty: how many of them the
+    forward had changed (a draft that is proposed again writes the same bytes).
+    num_staged: rejected drafts verified in a shadow block; num_logged: in a real one.
     """
 
     def __init__(self, probe: RunnerProbe, poison: int | None = None) -> None:
@@ -137,7 +134,7 @@ class SnapshotOracle(Observer):
         self._before = self._after = self._last = self.memory.read()
         self.targets = probe.target_layers()
         assert self.targets, "no attention layer of the target model was found"
-        # Shadow blocks lie behind those that requests can have.
+        # Shadow blocks follow the scheduler's.
         reserved = getattr(probe.runner.kv_cache_config, "nwor_shadow", None)
         regions = reserved if isinstance(reserved, dict) else {}
         self.num_seats = min((one.num_seats for one in regions.values()), default=0)
@@ -153,12 +150,12 @@ class SnapshotOracle(Observer):
                 for name, num_real in self.num_real.items()
             }
         )
-        # Recurrent state may lie over the same bytes, and is written anywhere.
+        # Recurrent state may share the memory, and is written anywhere.
         self.knows_all = probe.group_of.keys() <= self.memory.layers.keys()
         self.reset()
 
     def reset(self) -> None:
-        """Forgets what was seen."""
+        """Clears violations and counts."""
         self.violations: list[Violation] = []
         self.num_steps = self.num_rejected = self.num_dirty = 0
         self.num_staged = self.num_logged = 0
@@ -173,8 +170,8 @@ class SnapshotOracle(Observer):
         self._after = self.memory.read()
 
     def final_slots(self, step: Step) -> dict[str, torch.Tensor]:
-        """Of each target layer those of the step, once commit is over, and until the
-        drafter computes its own into the same buffers; -1 is none."""
+        """The step's slots of each target layer, after commit and before the drafter
+        reuses the buffers; -1 is none."""
         return {
             name: self.probe.live_slots[name][: len(step.slots[name])]
             for name in step.slots
@@ -206,8 +203,7 @@ class SnapshotOracle(Observer):
             self.num_staged += int((~is_logged).sum())
             self._add("not staged", name, rejected[is_logged & has_seat])
             self._add("staged", name, rejected[~is_logged & ~has_seat])
-            # Of rows in shadow blocks nothing is written before commit, and they are
-            # the only ones besides the rejected that commit writes.
+            # Slots of rows in shadow blocks are written by commit only.
             in_shadow = of_layer[~is_real]
             is_early = (before[index[in_shadow]] != after[index[in_shadow]]).any(1)
             self._add("early write", name, in_shadow[is_early])
@@ -233,7 +229,7 @@ class SnapshotOracle(Observer):
 
 
 def summary(step: Step) -> dict[str, Any]:
-    """How many there were of each, and the mode of CUDA graph."""
+    """A step's counts, and its CUDA graph mode."""
     return {
         "requests": len(step.scheduled),
         "tokens": sum(step.scheduled.values()),
@@ -246,21 +242,21 @@ def summary(step: Step) -> dict[str, Any]:
 
 
 class Watch(SnapshotOracle):
-    """Watches a model runner in any process, V1 or V2, from `start` to `stop`.
+    """Watches a model runner, V1 or V2, in any process, from `start` to `stop`.
 
-    num_present: rows of shadow blocks that were compared, over all layers.
-    num_shadow_windows: windows of requests that have a seat.
+    num_present: compared rows of shadow blocks, summed over layers. num_shadow_windows:
+    windows of requests with a seat.
     """
 
     def __init__(self, runner: Any) -> None:
         super().__init__(RunnerProbe(runner))
 
     def start(self, seed: int) -> None:
-        """Poisons the caches and begins to watch. Only while nothing runs."""
+        """Fills the caches and starts watching, while no request runs."""
         self.probe.poison(seed)
         with torch.inference_mode():
             for table in block_tables(self.probe.runner):
-                table.zero_()  # V2's warm-up leaves what it made up
+                table.zero_()  # V2's warm-up leaves entries
         self.reset()
         self.num_present = self.num_shadow_windows = 0
         self.probe.observers, self.probe.steps = [self], []
@@ -269,8 +265,8 @@ class Watch(SnapshotOracle):
         self.dirty, self.written = self._no_slots(), self._no_slots()
 
     def _no_slots(self) -> dict[str, torch.Tensor]:
-        """For each target layer, of its slots: none. Layers of several groups may have
-        one cache."""
+        """An all-False mask of slots for each target layer; layers with one cache share
+        it."""
         of_cache: dict[str, torch.Tensor] = {}
         first, device = self.memory.first, self._before.device
         for name in self.targets:
@@ -279,7 +275,7 @@ class Watch(SnapshotOracle):
         return {name: of_cache[first[name]] for name in self.targets}
 
     def stop(self) -> dict[str, Any]:
-        """What was seen, as plain data."""
+        """The results, as plain data."""
         self.probe.observers = []
         by_kind: Counter[str] = Counter()
         for violation in self.violations:
@@ -317,7 +313,8 @@ class Watch(SnapshotOracle):
         self.steps.append(summary(step))
 
     def _check_seats(self, step: Step) -> None:
-        """Shadow blocks are nobody's, and what counts in them is right."""
+        """Checks that no request has a shadow block, and that reusable rows are
+        right."""
         strays = [block for block in step.new_blocks if block >= self.num_blocks]
         if strays:
             self._violation("handed out", "", strays)
@@ -346,7 +343,7 @@ class Watch(SnapshotOracle):
                 self._add("not present", name, present[is_wrong.any(1).cpu()])
 
     def _track(self, step: Step, slots: dict[str, torch.Tensor]) -> None:
-        """Which slots hold what a rejected draft wrote last, were NWOR not there."""
+        """Tracks the slots whose last write, in plain vLLM, is a rejected draft."""
         for name in self.targets:
             dirty = self.dirty[name].view(-1, self.memory.block_size(name))
             for block in step.zeroed_blocks:
@@ -380,8 +377,8 @@ def odd_numbers(like: torch.Tensor) -> torch.Tensor:
 
 
 def hash_rows(rows: torch.Tensor) -> torch.Tensor:
-    """64-bit hashes of the last dimension: odd random multipliers, modulo 2^64, after
-    each word's high half was mixed into its low one.
+    """64-bit hashes of the last dimension: odd random multipliers modulo 2^64, after
+    mixing each word's high half into its low half.
 
     rows: [..., bytes] uint8. Returns [...] int64.
     """

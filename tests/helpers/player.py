@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that an LLMEngine in this process plays at given steps, and what comes out.
+"""Plays requests on an LLMEngine in this process, deterministically.
 
-The engine core is in this process, so requests arrive and are aborted between engine
-steps that are numbered, and vLLM compiles grammars beside the steps, none of which
-begins here before they are done. Nothing is left to the clock: two engines compose the
-same batches. vLLM is imported when it is needed: tables of requests do without.
+Requests arrive and are aborted between numbered engine steps, and a step waits until
+all grammars are compiled, so that two engines compose the same batches. vLLM is
+imported lazily: tables of requests do not need it.
 """
 
 from __future__ import annotations
@@ -28,15 +27,13 @@ JUDGED = "committed + rejected == vLLM's drafted"
 class Request:
     """One request.
 
-    at: number of the step before which it arrives. abort_at: of the step before which
-    it is aborted, if it still runs then; abort_during: of the step while which it is
-    aborted, after sampling, so that the scheduler skips what the runner did for it.
-    params: SamplingParams arguments besides the engine's own; structured_outputs may be
-    a dict. salt: cache_salt. lora: a LoRARequest. behind: how the ids of others begin:
-    it waits, from `at` on, for one of them that verifies drafts and of whose tokens the
-    last that is known fills a block; its prompt is that one's text, then its own.
-    image: the colour of an image that comes with the prompt. embeds: [tokens, hidden
-    size], instead of a prompt.
+    at: the step before which it arrives. abort_at: the step before which it is aborted.
+    abort_during: the step in which it is aborted after sampling, so that the scheduler
+    skips the runner's output. params: further SamplingParams; structured_outputs may be
+    a dict. salt: cache_salt. lora: a LoRARequest. behind: a prefix of other ids; from
+    `at` on it waits until one of these requests verifies drafts and its last known
+    token fills a block; its prompt is that one's text, then its own. image: the color
+    of an image in the prompt. embeds: [tokens, hidden size], instead of a prompt.
     """
 
     name: str
@@ -55,12 +52,11 @@ class Request:
 
 @dataclass
 class Outputs:
-    """Of a run, by request. Those of a request that asks for several are "0_name",
-    "1_name" and so on, which is what vLLM runs them as.
+    """Outputs of a run by request; several outputs of one request are "0_name",
+    "1_name" and so on, as vLLM names them.
 
-    prompts: whole, with a token for each part of an image, of each request.
-    logprobs: for each token (token, logprob, rank), in the order vLLM gave them.
-    cached: prompt tokens found in the prefix cache.
+    prompts: with the placeholder tokens of images. logprobs: for each position (token,
+    logprob, rank) in vLLM's order. cached: prompt tokens found in the prefix cache.
     """
 
     prompts: dict[str, list[int]] = field(default_factory=dict)
@@ -74,7 +70,7 @@ class Outputs:
     num_steps: int = 0
 
     def add(self, output: Any, several: bool) -> None:
-        """Takes in one RequestOutput; later ones of a request replace earlier ones."""
+        """Stores a RequestOutput; later ones of a request replace earlier ones."""
         self.prompts[output.request_id] = output.prompt_token_ids
         for completion in output.outputs:
             name = output.request_id
@@ -98,7 +94,7 @@ class Player:
 
     llm: Any
     params: dict[str, Any]
-    # Requests to be aborted while this step runs, by who can.
+    # Requests to abort during this step; a subclass does it.
     abort_now: Sequence[str] = ()
 
     @property
@@ -106,7 +102,7 @@ class Player:
         return self.llm.engine_core.engine_core.scheduler
 
     def play(self, requests: Sequence[Request], outputs: Outputs) -> None:
-        """Plays them until all are finished or aborted."""
+        """Plays the requests until all are finished or aborted."""
         waiting = sorted(requests, key=lambda request: request.at)
         several = {r.name for r in requests if r.params.get("n", 1) > 1}
         number = 0
@@ -120,7 +116,7 @@ class Player:
             self.abort_now = [r.name for r in requests if r.abort_during == number]
             for output in self.llm.step():
                 outputs.add(output, output.request_id in several)
-            # The engine core dropped these during the step; now its front half does.
+            # The engine core dropped these during the step; now the front end does.
             self.llm.abort_request(self.abort_now)
             number += 1
             if number > MAX_STEPS:
@@ -129,7 +125,7 @@ class Player:
 
     @contextmanager
     def before_step(self, number: int, act: Callable[[], Any]) -> Iterator[None]:
-        """Has `act` called before that engine step of those in the block, from 1."""
+        """Calls `act` before that engine step in the block, counted from 1."""
         steps, step = itertools.count(1), self.llm.step
 
         def acting() -> Any:
@@ -141,7 +137,7 @@ class Player:
             yield
 
     def _arrived(self, request: Request) -> Request | None:
-        """The request with its whole prompt, None if it waits for others."""
+        """The request with its whole prompt, or None if it still waits."""
         if request.behind is None:
             return request
         known = self.scheduler.requests.items()
@@ -174,24 +170,27 @@ class Player:
 
 
 def await_grammars(requests: Iterable[Any]) -> None:
-    """Waits until the grammars of all `requests` of a scheduler are compiled. Raises
-    RuntimeError if one cannot be, or is not after GRAMMAR_LIMIT_S seconds."""
+    """Waits until the grammars of all `requests` are compiled. RuntimeError: one
+    failed, or took longer than GRAMMAR_LIMIT_S."""
     until = time.monotonic() + GRAMMAR_LIMIT_S
     for request in requests:
         structured = request.structured_output_request
         while structured is not None and not structured.is_grammar_ready:
             if time.monotonic() > until:
-                raise RuntimeError(f"{request.request_id}: its grammar does not come")
+                raise RuntimeError(
+                    f"{request.request_id}: its grammar was not compiled in time"
+                )
             time.sleep(POLL_S)
         error = None if structured is None else structured.grammar
         if isinstance(error, Exception):
-            raise RuntimeError(f"{request.request_id}: its grammar is none") from error
+            raise RuntimeError(
+                f"{request.request_id}: its grammar is invalid"
+            ) from error
 
 
 def counters(engine: Any) -> dict[str, int]:
-    """Every counter of speculative decoding and of NWOR that get_metrics() shows of the
-    newest engine in this process, labels but reason and mode dropped: "name/reason".
-    Over all modes, too: "name"."""
+    """The counters of speculative decoding and of NWOR that get_metrics() shows for the
+    newest engine, as "name", "name/reason" and "name/mode"."""
     found: Counter[str] = Counter()
     for metric in engine.llm.get_metrics():
         name = metric.name.removeprefix("vllm:")
@@ -205,13 +204,13 @@ def counters(engine: Any) -> dict[str, int]:
 
 
 def risen(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
-    """Increments, those that are 0 included."""
+    """Increments, including zeros."""
     return {name: value - before.get(name, 0) for name, value in after.items()}
 
 
 def identities(found: Mapping[str, float]) -> dict[str, bool]:
-    """The claims of guarantee 7 on vLLM's counters and NWOR's, of engines that
-    speculated and in which nothing fell back, each with whether it holds."""
+    """The claims of guarantee 7 on vLLM's and NWOR's counters, for engines that
+    speculated without a fallback, and whether each holds."""
     v = Counter(found)
     judged = v["nwor_committed_tokens"] + v["nwor_rejected_tokens"]
     accepted = v["spec_decode_num_accepted_tokens"]
@@ -228,8 +227,8 @@ def identities(found: Mapping[str, float]) -> dict[str, bool]:
 
 
 def check_identities(found: Mapping[str, float]) -> None:
-    """Those and, where drafts were accepted, as many windows as vLLM has; a prefix
-    "vllm:" may be there."""
+    """Asserts the identities, that drafts were accepted, and that no window is missing;
+    names may begin with "vllm:"."""
     found = {name.removeprefix("vllm:"): value for name, value in found.items()}
     assert [claim for claim, holds in identities(found).items() if not holds] == []
     assert found["spec_decode_num_accepted_tokens"] > 0
@@ -237,8 +236,7 @@ def check_identities(found: Mapping[str, float]) -> None:
 
 
 def moved_bytes(engine: Any) -> dict[str, int]:
-    """What the OffloadingConnector has moved so far, by direction: its own metric,
-    whose increments travel as ours do."""
+    """Bytes moved by the OffloadingConnector so far, by direction: its own metric."""
     return {
         metric.labels["transfer_type"]: int(metric.value)
         for metric in engine.llm.get_metrics()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a test on a real engine on the CPU has shown, or on stand-ins for what vLLM
-has, as a line of the table in docs/reach.md.
+"""Records the outcome of a test on a CPU engine, or on a stand-in, as a line of
+docs/reach.md.
 
-Files go to the folder in NWOR_REACH_RESULTS; without it nothing is written. Lines of
-what was not run again stay as they were, each with its own environment.
+NWOR_REACH_RESULTS names the folder; without it nothing is written. Lines of tests that
+were not run again are kept, each with its own environment.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ EXACT, OUTPUTS, REFUSED, FAILED = "exact", "outputs", "refused", "failed"
 
 @contextmanager
 def recorded(engine: Any, kind: str, name: str) -> Iterator[dict[str, Any]]:
-    """Notes how the block ends for this engine in its mode; the block may add to the
-    dict.
+    """Records how the block ends for this engine; the block may add to the dict.
 
     kind: "method", "model", "parallelism" or "refusal". verdict: FAILED if the block
     raises; REFUSED if the engine protects nothing, or in mode stage has no shadow
@@ -39,7 +38,7 @@ def recorded(engine: Any, kind: str, name: str) -> Iterator[dict[str, Any]]:
     infos = engine.runner.nwor_state.infos
     groups = itertools.chain(*engine.runner.attn_groups)
     names = {group.backend.get_name() for group in groups}
-    # Those of recurrent state are not attention's.
+    # Backends of recurrent state are left out.
     backend = ", ".join(sorted(name for name in names if "CPU" in name))
     with noted(engine.mode, kind, name, backend) as entry:
         entry["resolved"] = [info.resolved for info in infos]
@@ -58,9 +57,9 @@ def noted(
     shown: str = EXACT,
     runner: str = "V1",
 ) -> Iterator[dict[str, Any]]:
-    """The same for an engine in another process, whose groups are all in `mode`.
+    """The same for an engine in another process, with all groups in `mode`.
 
-    shown: the verdict of a block that ends; OUTPUTS if it did not look at bytes.
+    shown: the verdict if the block succeeds; OUTPUTS if it did not compare bytes.
     """
     entry: dict[str, Any] = {
         "vllm": vllm.__version__.split("+")[0],
@@ -82,7 +81,7 @@ def noted(
 def refused_stand_in(
     name: str, reason: str, modes: Sequence[str] = ("cow", "stage"), runner: str = "any"
 ) -> None:
-    """Notes that a stand-in was refused with this reason in these modes."""
+    """Records that a stand-in was refused with this reason in these modes."""
     for mode in modes:
         with noted(mode, "refusal", name, "stand-in", runner=runner) as entry:
             entry["reason"] = reason

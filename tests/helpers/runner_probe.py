@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watches one model runner, V1 or V2, at four moments of a step, in any process.
 
-Observation is by attributes set on the one runner (never on its class) and by a hook on
-the model module, so its place relative to NWOR's wrappers is certain:
+It sets attributes of the runner (never of its class) and a hook on the model, so that
+its order relative to NWOR's wrappers is fixed:
 
                         V1                              V2
     forward_begins      before `_model_forward`         before `prepare_attn`
@@ -11,8 +11,8 @@ the model module, so its place relative to NWOR's wrappers is certain:
     forward_ends        after `_model_forward`          before `sample`
     committed           after `_sample`                 after `sample`
 
-Which drafts a step had and which were rejected is worked out here on the host, from
-vLLM's own metadata, and checked against what vLLM reports to its scheduler.
+The drafts of a step, and which were rejected, are computed on the host from vLLM's own
+metadata, and compared with what vLLM reports to its scheduler.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.helpers.byte_map import allocation
 
-# More than there are.
+# Larger than any seat.
 NO_SEAT = 1 << 30
 
 
 @dataclass
 class Step:
-    """What one step of the runner did, from vLLM's own objects.
+    """One step of the runner, from vLLM's own objects.
 
-    scheduled: tokens of each request. drafted, accepted: of each request that had
-    drafts. seats: of each of these the place that decides whether it has shadow blocks.
-    preempted: requests. new_blocks: those that requests get, of all KV-cache
-    groups. slots: [num_tokens] int64 for each layer, as the
-    forward saw them, -1 for padding. rejected_rows, rejected_seats: of the batch, the
-    rows of rejected drafts, and of each its request's seat. graph: vLLM's mode of CUDA
-    graph. contradictions: where V2's own numbers do not agree.
+    scheduled: tokens by request. drafted, accepted: by request with drafts. seats: of
+    these requests, NO_SEAT without shadow blocks. preempted: requests. new_blocks:
+    given to requests, over all groups. slots: [num_tokens] int64 by layer, as the
+    forward saw them, -1 for padding. rejected_rows: batch rows of rejected drafts;
+    rejected_seats: their requests' seats. graph: CUDA graph mode. contradictions: V2's
+    own numbers that do not agree.
     """
 
     scheduled: dict[str, int]
@@ -63,7 +62,7 @@ class Step:
 
     @cached_property
     def rejected(self) -> dict[str, torch.Tensor]:
-        """Slots of the rejected drafts for each layer, int64; once they are known."""
+        """Slots of the rejected drafts for each layer, int64; after sampling."""
         return {name: slots[self.rejected_rows] for name, slots in self.slots.items()}
 
     def record(
@@ -74,8 +73,8 @@ class Step:
         num_accepted: Sequence[int],
         seats: Sequence[int],
     ) -> None:
-        """rows: those that get logits; of each request its target's, then its drafts'.
-        The others: by request."""
+        """rows: batch rows with logits, each request's target and then its drafts.
+        Other arguments: by request."""
         end = 0
         for request_id, drafts, accepted, seat in zip(
             request_ids, num_drafts, num_accepted, seats, strict=False
@@ -91,7 +90,7 @@ class Step:
 
 
 class Observer:
-    """Called at the moments that the module's docstring names."""
+    """Its methods are called at the moments in the module's docstring."""
 
     def forward_begins(self, step: Step) -> None: ...
 
@@ -103,7 +102,7 @@ class Observer:
 
 
 def cache_layers(runner: Any) -> dict[str, Any]:
-    """Every attention layer that owns a cache, target's and drafter's, by name."""
+    """Every attention layer with a cache, of target and drafter, by name."""
     context = runner.vllm_config.compilation_config.static_forward_context
     return {
         name: layer
@@ -114,19 +113,19 @@ def cache_layers(runner: Any) -> dict[str, Any]:
 
 
 def target_layers(runner: Any) -> dict[str, Any]:
-    """Those that are modules of the target model."""
+    """The cache layers that are modules of the target model."""
     modules = {id(module) for module in runner.get_model().modules()}
     layers = cache_layers(runner).items()
     return {name: layer for name, layer in layers if id(layer) in modules}
 
 
 def manager_of(runner: Any) -> Any:
-    """NWOR's; None if nothing is protected."""
+    """NWOR's manager; None if nothing is protected."""
     return getattr(getattr(runner, "nwor_state", None), "manager", None)
 
 
 def block_tables(runner: Any) -> list[torch.Tensor]:
-    """Of each KV-cache group that from which attention reads."""
+    """The block table that attention reads, for each KV-cache group."""
     if hasattr(runner, "block_tables"):  # V2
         return list(runner.block_tables.input_block_tables)
     tables = runner.input_batch.block_table.block_tables
@@ -136,9 +135,8 @@ def block_tables(runner: Any) -> list[torch.Tensor]:
 class RunnerProbe:
     """The caches and the steps of one runner.
 
-    observers: called at each step's moments; without any, no step is watched. steps:
-    those that ran to their end since the caller last emptied it. live_slots: for each
-    layer the runner's own slots of the step, once its sampler has returned.
+    observers: without any, no step is watched. steps: finished ones, until the caller
+    clears the list. live_slots: the runner's own slots for each layer, after sampling.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -167,9 +165,9 @@ class RunnerProbe:
         return target_layers(self.runner)
 
     def poison(self, seed: int = 0) -> None:
-        """Fills the caches with finite random values, so that the bytes of a slot
-        that was never written are like no other's; the KV audit knows. Only while
-        nothing runs. A block's bytes do not depend on how many there are."""
+        """Fills the caches with finite random values, different for each slot, and
+        resets the KV audit; while no request runs. A block's bytes do not depend on the
+        number of blocks."""
         if (audit := vars(self.runner).get("nwor_audit")) is not None:
             audit.audit.forget_cache()
         for layer in self.layers().values():
@@ -190,8 +188,8 @@ class RunnerProbe:
         before: Callable[..., None] = lambda *args, **kwargs: None,
         after: Callable[..., None] = lambda result, *args, **kwargs: None,
     ) -> None:
-        """Has `before` called with a method's arguments and `after` with its result and
-        them, within a step that is watched; `execute_model` begins one."""
+        """Calls `before` with a method's arguments and `after` with its result and
+        them, in a watched step; `execute_model` begins one."""
         original = getattr(owner, name)
 
         def observed(*args: Any, **kwargs: Any) -> Any:
@@ -232,7 +230,7 @@ class RunnerProbe:
         runner = self.runner
 
         def sampled(output: Any, logits: Any, metadata: Any) -> None:
-            """A request has one valid token more than it accepted drafts."""
+            """A request has one valid token more than accepted drafts."""
             batch = runner.input_batch
             if metadata is not None:
                 num_valid = [
@@ -267,8 +265,8 @@ class RunnerProbe:
             runner.get_model().register_forward_pre_hook(forward_starts)
 
     def _seats_of_v2(self, indices: list[int]) -> list[int]:
-        """Of requests by their index in the request states. One may lack a seat only if
-        other requests have them all."""
+        """The seats of requests by state index. A request may lack one only if others
+        have all of them."""
         shadow = getattr(manager_of(self.runner), "shadow", None)
         if shadow is None or shadow.seats is None:
             return indices
@@ -290,10 +288,10 @@ class RunnerProbe:
             self._note_slots(self.live_slots)
 
         def sampled(result: Any, hidden_states: Any, batch: Any, *args: Any) -> None:
-            """A request's last rows fell, as many as vLLM says."""
+            """vLLM gives the number of rejected rows, the last of each request."""
             step = self.step
             if batch.num_draft_tokens:
-                bounds = batch.cu_num_logits  # the host's may be upper bounds
+                bounds = batch.cu_num_logits  # the host's copy may have upper bounds
                 drafts = (bounds[1:] - bounds[:-1] - 1).tolist()
                 num_sampled, fallen = result[1].tolist(), result[2].tolist()
                 accepted = [n - f for n, f in zip(drafts, fallen, strict=False)]
@@ -331,12 +329,12 @@ class RunnerProbe:
 
 
 def request_name(request_id: str) -> str:
-    """The name a test gave: vLLM appends "-" and random characters to it."""
+    """The test's name of a request, without vLLM's random suffix."""
     return request_id.rpartition("-")[0] or request_id
 
 
 def unwrap_instance(target: Any) -> None:
-    """Binds vLLM's own functions on `target` wherever its class has a hooked one."""
+    """Binds vLLM's own functions on `target` in place of its class's hooked ones."""
     for owner in type(target).__mro__:
         for name, attribute in vars(owner).items():
             if name not in vars(target) and _is_hook(attribute):
@@ -345,7 +343,7 @@ def unwrap_instance(target: Any) -> None:
 
 
 def _is_hook(attribute: Any) -> bool:
-    """Of any copy of the package; none is imported here."""
+    """Works for any copy of the package, without importing it."""
     code = getattr(attribute, "__code__", None)
     return code is not None and code.co_filename.endswith("nwor/hooks/_wrap.py")
 
@@ -371,8 +369,8 @@ def _step_from(scheduler_output: Any) -> Step:
 
 
 def _check_acceptance(step: Step, output: Any) -> None:
-    """The acceptance counted above is what vLLM reports to its scheduler, as far as the
-    host knows by now."""
+    """The computed acceptance is what vLLM reports to its scheduler, if the host knows
+    it by now."""
     if not isinstance(output, ModelRunnerOutput):
         return
     for request_id, tokens in zip(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops as a seam: LoggedLayers and StagedLayers (vllm_nwor.ops) that call functions,
-which tests replace, with all of an op's arguments."""
+"""A seam at the ops: LoggedLayers and StagedLayers that call Python functions, which
+tests replace, with all arguments of an op."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StagedLayers:
     def stage(self, *args: Any) -> None:
         block_table, slots, starts, lengths, cu, indices, step, rest, zeros = args
         self.step = block_table, slots, indices, len(cu) - zeros
-        self.has_failed = True  # having done its work, or not
+        self.has_failed = True  # its work may be done
         self.functions.stage(
             *self.table,
             *(block_table, slots, starts, lengths, cu, indices, self.saved),
@@ -74,7 +74,7 @@ class StagedLayers:
             return
         *windows, num_reqs = self.step
         step = *windows, self.saved, num_reqs, *self.places
-        # What an earlier step saved need not fit one whose stage did nothing.
+        # If stage did nothing, the saved entries are an earlier step's.
         with contextlib.suppress(RuntimeError) if self.has_failed else _nothing:
             self.functions.unstage(*step)
         self.step = None
@@ -85,7 +85,7 @@ _nothing: Any = contextlib.nullcontext()
 
 @contextlib.contextmanager
 def of(manager: DraftCommitManager) -> Iterator[SimpleNamespace]:
-    """The functions that the manager's launches call meanwhile, to be replaced."""
+    """The functions that the manager's launches call in the block, to be replaced."""
     functions = SimpleNamespace(**{n: getattr(native, n) for n in native.NAMES})
     with contextlib.ExitStack() as stack:
         for log in filter(None, (manager.undo_log, manager._unstaged_log)):
@@ -118,8 +118,8 @@ def failing(
     late: bool = False,
     error: Exception | None = None,
 ) -> Callable[..., None]:
-    """`op`, raising at this call (numbered from 0; None: at every one), before it did
-    anything or (late) after it did its work."""
+    """`op`, raising at call number `at` (from 0; None: at every call), before its work,
+    or after it if `late`."""
     calls = itertools.count()
 
     def run(*args: Any) -> None:

@@ -19,7 +19,6 @@ from tests.helpers.environment import model_path, subprocess_env
 from tools.soak.server import SERVE, free_port, model_of, read_metrics, serving, settle
 
 START_SECONDS = 300
-# Of the servers of tests.
 SPECULATION = {
     "method": "ngram",
     "num_speculative_tokens": 4,
@@ -33,7 +32,7 @@ ARGUMENTS += ["--speculative-config", json.dumps(SPECULATION)]
 
 
 class Server:
-    """A running server. `log()` is what it has printed so far, to `log_path`."""
+    """A running server; its output goes to `log_path`."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self.process = process
@@ -47,7 +46,7 @@ class Server:
     def complete(
         self, prompt: str, max_tokens: int, rank: int | None = None, **options: Any
     ) -> dict[str, Any]:
-        """A greedy completion, whole. rank: the data parallel engine that makes it."""
+        """A greedy completion. rank: of the data parallel engine."""
         headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0} | options
         url = f"{self.url}/v1/completions"
@@ -55,8 +54,8 @@ class Server:
         return answer.raise_for_status().json()
 
     def abandon(self, prompt: str, max_tokens: int, after: int) -> int:
-        """Starts a streamed completion and hangs up after so many chunks. Returns how
-        many were read."""
+        """Starts a streamed completion, closes the connection after so many chunks, and
+        returns how many were read."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         body |= {"stream": True, "ignore_eos": True}
         url = f"{self.url}/v1/completions"
@@ -70,13 +69,13 @@ class Server:
         return read_metrics(self.url)["metrics"]
 
     def samples(self) -> list[Sample]:
-        """Each sample of /metrics: name, labels, value."""
+        """The samples of /metrics."""
         text = httpx.get(f"{self.url}/metrics", timeout=30).text
         families = text_string_to_metric_families(text)
         return [sample for family in families for sample in family.samples]
 
     def idle_metrics(self) -> dict[str, float]:
-        """The counters once nothing runs and two looks agree."""
+        """The counters when no request runs and two scrapes agree."""
         found = settle(self.url, model_of(self.url)[0], "one two", 60)
         assert not any(found["idle"].values()), found
         return found["metrics"]

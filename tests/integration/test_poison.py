@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VLLM_NWOR_ON_REJECT=poison: what masked rows of a cache may hold.
+"""VLLM_NWOR_ON_REJECT=poison: which bytes masked rows of a cache may hold.
 
-Vanilla vLLM first: all slots that no request has written are filled before each
-forward, as if every one of them were a rejected draft. Attention masks such rows, but
-multiplies some of them: by 0, which a number survives and a NaN does not. docs/audit.md
-has the table that is asserted here. Then NWOR itself, under the byte oracle.
+First plain vLLM: all slots that no request has written are filled before each forward,
+as if each were a rejected draft. Attention masks such rows, but multiplies some by 0: a
+number becomes 0, a NaN stays. docs/audit.md has the table. Then NWOR under the oracle.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from tests.integration.test_byte_oracle import (
     prompt,
 )
 
-# What is served, the poison that NWOR takes, and whether a NaN (of two bytes; CPU code
-# for fp8 knows none) stays unseen.
+# Engine arguments, NWOR's poison, and whether a NaN leaves the outputs unchanged.
 ROWS: dict[str, tuple[dict[str, Any], int, bool]] = {
     "bf16": (CACHES["bf16"], 0x47, False),
     "vec16": (CACHES["vec16"], 0x47, False),
@@ -53,7 +51,7 @@ def outputs(result: Result) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_masked_rows_may_hold_poison(row: str) -> None:
+def test_masked_rows_may_hold_poison(row):
     if row == "fp8" and not HAS_AVX512:
         pytest.skip("vLLM's fp8 KV cache on CPU needs AVX512 or AMX")
     arguments, poison, takes_nan = ROWS[row]
@@ -80,7 +78,7 @@ def test_masked_rows_may_hold_poison(row: str) -> None:
         (poison, poison)
     }
     assert (filled("nan") == expected) == takes_nan
-    # Who reads one row that is not there sees it.
+    # One poisoned row that attention does read changes the outputs.
     assert filled("poison", takes_one=True) != expected
 
     cow = Engine("cow", EVERYTHING | {"ON_REJECT": "poison"}, **arguments | ROOM)
@@ -90,5 +88,5 @@ def test_masked_rows_may_hold_poison(row: str) -> None:
     assert {v.kind for v in of_old_bytes.violations} >= {"not restored"}
     assert oracle.num_dirty > 100
     assert not cow.manager.fallbacks
-    # To the audit such a slot is one that was rejected, and not undone.
+    # For the audit such a slot is rejected and not restored.
     assert list(cow.audit.findings.last) == []

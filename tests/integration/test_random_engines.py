@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guarantees 1 to 3 and 7, and that the audit finds nothing, on engines and requests
-that hypothesis draws: what nobody thought of in test_byte_oracle.py and test_reach.py.
+"""Guarantees 1 to 3 and 7, and a silent audit, on engines and requests that hypothesis
+draws.
 
-Of what vLLM itself does in another order each time nothing is drawn: requests that are
-aborted together free their blocks so, and samples that are drawn at random differ.
+Not drawn: what plain vLLM itself does differently from run to run, such as requests
+that are aborted together, and random sampling.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.integration.test_reach import METHODS, MODELS
 HYBRID = {name: case for name, case in MODELS.items() if name.startswith("Gemma")}
 CASES = {n: c for n, c in METHODS.items() if n not in ("suffix", "eagle, dynamic k")}
 CASES |= HYBRID
-# Texts that several requests begin with, one of which n-grams can predict.
+# Shared beginnings of prompts; n-grams can predict the last one.
 TEXTS = [prompt(1, 300), prompt(2, 300), (7, 8, 9, 11, 300) * 60]
 
 
@@ -41,10 +41,10 @@ class Trial:
     arguments: dict[str, Any]
     num_seats: int
     requests: list[Request]
-    is_untold: bool  # of what the connector loads; only the scheduler says
+    is_untold: bool  # the audit knows the connector's loads from the scheduler alone
 
     def plan(self) -> Plan:
-        """So many drafts at most, and any number of them right; always alike."""
+        """At most num_drafts drafts, any number of them right; deterministic."""
 
         def plan(name: str, num_tokens: int) -> tuple[int, int]:
             draw = random.Random(zlib.crc32(f"{name} {num_tokens}".encode()))
@@ -71,7 +71,7 @@ def requests(draw: st.DrawFn, number: int, max_len: int, block_size: int) -> Req
     ends = st.integers(1, 60) | st.just(block_size - len(text) % block_size)
     max_tokens = draw(ends)
     at = draw(st.integers(0, 12))
-    # One at a time: each request has steps of its own.
+    # Only one request is aborted in a step.
     aborts = st.none() | st.integers(1, 3).map(lambda n: 8 * (at // 8 + n) + number)
     shape = draw(st.sampled_from([{}, {}, {}, {"regex": "[a-z ]{3,30}"}]))
     params: dict[str, Any] = {
@@ -134,7 +134,7 @@ def trials(draw: st.DrawFn) -> Trial:
     print_blob=True,
 )
 @given(trials())
-def test_what_is_drawn_is_exact(trial: Trial) -> None:
+def test_drawn_engines_are_exact(trial):
     """In mode off with the audit, in cow, and in stage with seats for some or all."""
     free_memory()
     case = trial.case()
@@ -148,7 +148,7 @@ def test_what_is_drawn_is_exact(trial: Trial) -> None:
         on = watch(engine, trial.requests, off.truth, case)
         assert found(on.engine) == []
         has_loads = "kv_transfer_config" in trial.arguments
-        if mode == "off" or has_loads:  # the oracles take a load for a stray write
+        if mode == "off" or has_loads:  # the oracle reports loads as stray writes
             assert_same(on.result, off.result)
         else:
             check_exact(off, on)

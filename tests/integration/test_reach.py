@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guarantees 1 to 3 and 7 on every speculative method, and every kind of cache, that
-vLLM runs on a CPU; what came of it goes to the table in docs/reach.md.
+"""Guarantees 1 to 3 and 7 for every speculative method and kind of cache that vLLM runs
+on a CPU. docs/reach.md shows the outcome.
 
-A case is one of test_byte_oracle.py, with all of its checks. The method's own drafter
-runs in each step and writes its own caches; then its drafts are replaced by some that
-are right and some that are wrong, since a tiny random drafter is never right. What it
-proposed itself must be the same with NWOR and without.
+Each case has the checks of test_byte_oracle.py. The method's own drafter runs in each
+step and writes its own caches; its drafts must be the same with NWOR and without. They
+are then replaced by right and wrong ones, since a tiny random drafter is never right.
 
-Not covered, because vLLM does not run them on a CPU: ngram_gpu (it pins memory, which
-takes a GPU), dspark and adaptive verification (the V2 runner's), the rejection methods
-block and fly (the V1 runner's sampler has neither).
+Not covered, because vLLM does not run them on a CPU: ngram_gpu, dspark, adaptive
+verification, the rejection methods block and fly.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,8 +35,8 @@ from tests.integration.test_byte_oracle import (
 
 
 def method(name: str, model: str | None = None, num_layers: int = 0, **more: Any):
-    """The case of a method whose own drafter runs. model: its weights, if it has any.
-    more: of its speculative_config; `target` is the target model."""
+    """The case of a method whose own drafter runs. model: the drafter's. more: of its
+    speculative_config; `target`: the target model."""
     arguments = {"model": more.pop("target")} if "target" in more else {}
     config = {"method": name, "num_speculative_tokens": NUM_DRAFTS} | more
     if model is not None:
@@ -88,8 +85,8 @@ MODELS = {
         {"model": "tiny-qwen3-next"}, plan=mixture_of_four, num_native=3, stage="cow"
     ),
 }
-# One row runs with every change; it has all that a method can have: layers of its own
-# in the target's group, and drafts made before the host knows what was accepted.
+# The one row that is not nightly: its drafter has layers in the target's group, and
+# proposes before the host knows what was accepted.
 EVERY_CHANGE = "eagle"
 
 
@@ -118,7 +115,7 @@ IDLE = {
     "kv_connector_module_path": __name__,
     "kv_role": "kv_both",
 }
-# The undo log is used in mode stage, too, and all of its guarantees hold.
+# Mode stage falls back to the undo log, with all of its guarantees.
 NO_SHADOW_BLOCKS = {
     "a KV connector of somebody else": lambda: Case(
         {"kv_transfer_config": IDLE}, stage="cow"
@@ -144,11 +141,11 @@ TABLES = {"method": METHODS, "model": MODELS, "refusal": NO_SHADOW_BLOCKS}
         for name in table
     ],
 )
-def test_all_guarantees_hold(kind: str, name: str) -> None:
+def test_all_guarantees_hold(kind, name):
     if name == "suffix" and not importlib.util.find_spec("arctic_inference"):
         pytest.skip("suffix decoding needs the package arctic-inference")
     case: Case = TABLES[kind][name]()
-    # Groups of processes that only mixtures of experts have are made anew.
+    # Mixtures of experts need other process groups.
     destroy_model_parallel()
     off, cow, stage = (case.engine(mode) for mode in ("off", "cow", "stage"))
     requests: Sequence[Request] = REQUESTS
@@ -181,7 +178,7 @@ def test_all_guarantees_hold(kind: str, name: str) -> None:
 
 
 class Repeats:
-    """A drafter of the kind that vLLM loads by its path: the last token once more."""
+    """A custom_class drafter: repeats the last token."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.num_drafts = vllm_config.speculative_config.num_speculative_tokens
@@ -196,9 +193,9 @@ class Repeats:
     "mode", [pytest.param("cow", marks=pytest.mark.nightly), "stage"]
 )
 @pytest.mark.parametrize("name", ["custom_class", "extract_hidden_states"])
-def test_refused_methods(name: str, mode: str, tmp_path: Path) -> None:
-    """Drafters that may have cached layers and do not say which: every group says why
-    it is left alone, and the engine runs as without NWOR."""
+def test_refused_methods(name, mode, tmp_path):
+    """Drafters that may have cached layers without naming them: each group is refused
+    with a reason, and the engine runs as plain vLLM."""
     arguments: dict[str, Any] = {
         "speculative_config": {
             "method": name,
@@ -228,5 +225,5 @@ def test_refused_methods(name: str, mode: str, tmp_path: Path) -> None:
         for info in infos:
             assert info.reason.startswith(f"the speculative method is {name}, which ")
         if name == "custom_class":
-            # vLLM's connector for the other one pins memory when it runs.
+            # The other one's connector needs pinned memory to run.
             assert engine.run(REQUESTS).num_drafted > 100

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The counters of a real engine, in process, against vLLM's own and the runner's steps.
+"""Guarantee 7: the counters of a real engine against vLLM's own and the runner's steps.
 
-Guarantee 7. What the windows really did is taken from vLLM's metadata by the helpers'
-observers, what vLLM counted from its `vllm:spec_decode_*` counters; ours come out of
-`get_metrics()`, after the whole way from the commit op. The CPU runner reports within
-its step: asynchronous outputs are covered by tests/unit/test_metrics.py.
+The steps come from vLLM's metadata, vLLM's counts from `vllm:spec_decode_*`, NWOR's
+from `get_metrics()`. Asynchronous outputs: tests/unit/test_metrics.py.
 """
 
 from __future__ import annotations
@@ -40,8 +38,8 @@ from tests.helpers.player import check_identities, counters, risen
 from vllm_nwor.metrics import COUNTERS
 from vllm_nwor.plugin import register
 
-# Some end within a window: vLLM counts what was accepted, then cuts the tokens beyond.
-# One is aborted in flight: the worker is done, the scheduler never counts the window.
+# Some end within a window: vLLM counts accepted drafts, then truncates the tokens. One
+# is aborted in flight: the worker has run the window, the scheduler does not count it.
 REQUESTS = [
     Request("one", tuple(range(100, 130)), 40),
     Request("two", tuple(range(300, 320)), 25, at=2),
@@ -50,8 +48,8 @@ REQUESTS = [
 ]
 
 
-def test_counters_are_vllms_own_and_leave_no_series_to_the_next_engine():
-    """Without the mode, or with the metrics off, there are none."""
+def test_counters_match_vllms_and_end_with_the_engine():
+    """In mode off, or with the metrics off, there are none."""
     found = []
     modes = [(mode, "1") for mode in ("cow", "off", "stage", "off")]
     for mode, emits in (*modes, ("cow", "0")):
@@ -75,7 +73,7 @@ def test_counters_are_vllms_own_and_leave_no_series_to_the_next_engine():
 
 
 def check_metrics(engine: Engine, result: Result, rise: dict[str, int]) -> None:
-    """Our counters against the steps, and against what vLLM counted of them."""
+    """NWOR's counters against the steps and vLLM's counters."""
     accepted = rise["spec_decode_num_accepted_tokens"]
     drafted = rise["spec_decode_num_draft_tokens"]
     assert 0 < result.num_accepted < result.num_drafted
@@ -96,7 +94,7 @@ def check_metrics(engine: Engine, result: Result, rise: dict[str, int]) -> None:
 
 
 class OurFrames:
-    """The functions of NWOR that run in a bench engine's steps, by qualified name."""
+    """Qualified names of the functions of NWOR that run in a bench engine's steps."""
 
     FOLDER = vllm_nwor.__path__[0]
 
@@ -117,7 +115,7 @@ class OurFrames:
             self.names.add(frame.f_code.co_qualname)
 
 
-def test_an_unhooked_engine_runs_vllms_code_only_and_a_rehooked_one_counts_on():
+def test_an_unhooked_engine_runs_only_vllms_code():
     argv = ["--against", "cow", "--model", "shape:tiny", "--batch-size", "2"]
     options = parse([*argv, "--context", "32", "--max-tokens", "64"])
     hooked = Arm("cow", hooked=True)
@@ -126,7 +124,7 @@ def test_an_unhooked_engine_runs_vllms_code_only_and_a_rehooked_one_counts_on():
         make_vllm_reusable()
         bench = BenchEngine(options, "cpu")
         shown = SimpleNamespace(llm=bench._engine)
-        # Imports modules, past `plugin._Alias`, which is not a hook.
+        # Imports of modules pass `plugin._Alias`, which is not a hook.
         bench.run(UNHOOKED)
         frames = OurFrames(bench)
         outputs, rises, ours, done = [], [], [], []
@@ -144,7 +142,7 @@ def test_an_unhooked_engine_runs_vllms_code_only_and_a_rehooked_one_counts_on():
         gc.unfreeze()
         bench.close()
 
-    # Hooks may change in the middle of requests: steps with them are as ever.
+    # Hooks were put on in the middle of requests.
     assert outputs == [mixed.outputs] * 4
     assert len(mixed.step_s) > TURN_STEPS
     assert 0 < rise["nwor_tokens_staged"] < rise["spec_decode_num_draft_tokens"]
@@ -167,12 +165,12 @@ def test_an_unhooked_engine_runs_vllms_code_only_and_a_rehooked_one_counts_on():
 
 
 def play(*modes: str) -> None:
-    """An LLM with each mode in the environment, in this order; prints the tokens and
-    the metrics of each, in a line of JSON."""
+    """Runs an LLM in each mode, in this order; prints the tokens and metrics of each as
+    a line of JSON."""
     arguments: dict[str, Any] = DEFAULTS | {
         "model": model_path("tiny-llama"),
         "disable_log_stats": False,
-        # No process for the worker beside the engine core.
+        # The worker runs in the engine core's process.
         "distributed_executor_backend": (
             "vllm.v1.executor.uniproc_executor.UniProcExecutor"
         ),
@@ -182,11 +180,11 @@ def play(*modes: str) -> None:
     make_vllm_reusable()
     for mode in modes:
         os.environ["VLLM_NWOR_MODE"] = mode
-        # With the mode off the engine is in this process, which starts sooner.
+        # An engine in this process starts sooner.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(mode != "off"))
         llm = LLM(**arguments)
         outputs = [llm.generate([prompt], params)[0].outputs[0] for _ in range(2)]
-        del llm  # it has kept what the environment was
+        del llm
         os.environ.pop("VLLM_DIST_IDENT", None)  # of the first engine
         metrics = {m.name: getattr(m, "value", 0) for m in get_metrics_snapshot()}
         print(json.dumps([[list(output.token_ids) for output in outputs], metrics]))
@@ -196,10 +194,9 @@ def play(*modes: str) -> None:
 @pytest.mark.parametrize(
     "modes", [("off", "stage"), pytest.param(("cow",), marks=pytest.mark.nightly)]
 )
-def test_a_front_end_shows_reports_of_another_process_if_nwor_was_on(modes):
-    """Plugins are loaded once a process: a front end in one that had the mode off then
-    knows nothing of reports, whatever is asked for later; an engine in a process of its
-    own runs with it, and sends them. Of AsyncLLM: tests/e2e/test_serve.py."""
+def test_a_front_end_whose_process_loaded_the_plugin_in_mode_off(modes):
+    """It ignores the reports of an engine in another process; plugins are loaded once
+    per process. AsyncLLM: tests/e2e/test_serve.py."""
     code = f"import {__name__} as of; of.play(*{modes!r})"
     done = subprocess.run(
         [sys.executable, "-c", code],

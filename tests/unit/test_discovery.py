@@ -273,16 +273,6 @@ def test_a_kind_of_cache_that_vllm_no_longer_has_is_a_refusal(monkeypatch):
     assert reason.startswith("vLLM is not as expected: AttributeError: ")
 
 
-def test_layers_that_cannot_be_examined_are_refused():
-    found = runner({"a": layer()}, {"b": layer()})
-    del found.compilation_config.static_forward_context["a"]
-
-    _, infos, _ = build(found)
-
-    assert infos[0].reason == "its layers could not be examined: KeyError: 'a'"
-    assert [info.resolved for info in infos] == ["off", "cow"]
-
-
 def test_no_memory_while_reserving_is_told_when_the_log_is_built(monkeypatch):
     def no_memory(*_args, **_kwargs):
         raise torch.OutOfMemoryError

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m vllm_nwor.doctor: what it says where all is in order, and where it is not.
+"""python -m vllm_nwor.doctor: its output where NWOR works, and for each problem.
 
-An environment without vLLM, or with a broken one, is in test_packaging.py.
+Without vLLM, or with a broken one: test_packaging.py.
 """
 
 import subprocess
@@ -20,31 +20,31 @@ from vllm_nwor.hooks.source import FACTS, files_of
 pytestmark = pytest.mark.usefixtures("parsed_once")
 
 
-def bad(lines):
-    """What is said of what is not in order."""
+def problems(lines):
+    """The texts of the lines that report a problem."""
     return [text for is_fine, _, text in lines if not is_fine]
 
 
-def told(monkeypatch, **variables):
-    """The doctor's exit status and lines, with these variables."""
+def doctor_run(monkeypatch, **variables):
+    """The doctor's exit status and output lines, with these variables set."""
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     return run(doctor.main)
 
 
-def test_where_all_is_in_order(monkeypatch):
-    """The mode is the one that a process of vLLM has. CUDA is not started."""
+def test_no_problem(monkeypatch):
+    """The mode shown is that of a vLLM process. CUDA is not initialized."""
 
     def start(*_):
-        raise AssertionError("CUDA was started")
+        raise AssertionError("CUDA was initialized")
 
     for name in ("_lazy_init", "is_available", "device_count", "current_device"):
         monkeypatch.setattr(torch.cuda, name, start)
     child = f"import os\nos.environ['VLLM_NWOR_MODE'] = 'cow'\n{doctor.CHILD}"
     monkeypatch.setattr(doctor, "CHILD", child)
     variables = {"VLLM_NWOR_MODE": "stage", "VLLM_NWOR_STRICT": "1", "NWOR_CACHE": "x"}
-    status, lines = told(monkeypatch, **variables)
+    status, lines = doctor_run(monkeypatch, **variables)
     assert (status, lines.pop()) == (0, "problems: 0")
     assert [line for line in lines if line.startswith("!")] == []
     wanted = {
@@ -65,9 +65,8 @@ def test_where_all_is_in_order(monkeypatch):
     assert sum(line.startswith("  hooks ") for line in lines) == len(FACTS)
 
 
-def test_what_would_not_work_is_marked_and_changes_the_status(monkeypatch):
-    """Each problem once. vLLM's processes do not start with a bad value, and the
-    doctor does; it starts none to see that."""
+def test_each_problem_is_marked_once_and_changes_the_exit_status(monkeypatch):
+    """vLLM does not start with a bad value; the doctor does, and starts no process."""
 
     def start(*_, **__):
         raise AssertionError("a process was started")
@@ -77,7 +76,7 @@ def test_what_would_not_work_is_marked_and_changes_the_status(monkeypatch):
     values = {"MODE": "STAGE", "SHADOW_BLOCKS": "-3", "AUDIT": "yes", "DEBUG_SYNC": "1"}
     values["AUDIT_FILE"] = "/missing/a.json"
     bad_values = {f"VLLM_NWOR_{name}": value for name, value in values.items()}
-    status, lines = told(monkeypatch, **bad_values, **misspelt)
+    status, lines = doctor_run(monkeypatch, **bad_values, **misspelt)
     said = "is not allowed; allowed values:"
     blocks = "empty (5 % of the blocks) or a whole number of KV blocks, at least 0"
     why = "is not allowed (there is no folder '/missing'); allowed values: empty or a "
@@ -101,8 +100,7 @@ def test_what_would_not_work_is_marked_and_changes_the_status(monkeypatch):
     assert 'Lines that begin with "!"' in lines[-2]
 
 
-def test_a_vllm_that_does_not_answer_is_ended(monkeypatch):
-    """At the limit, whatever processes it has started itself."""
+def test_a_vllm_process_that_hangs_is_ended_with_its_children(monkeypatch):
     child = "import subprocess, time\nsubprocess.Popen(['sleep', '60'])\ntime.sleep(60)"
     monkeypatch.setattr(doctor, "CHILD", child)
     started = time.monotonic()
@@ -117,7 +115,7 @@ def test_a_vllm_that_does_not_answer_is_ended(monkeypatch):
     assert time.monotonic() - started < 30
 
 
-def test_a_plugin_that_vllm_leaves_out(monkeypatch):
+def test_vllm_plugins_that_leaves_nwor_out(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     command = [sys.executable, "-P", "-c", doctor.CHILD]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -135,42 +133,42 @@ def test_a_plugin_that_vllm_leaves_out(monkeypatch):
         ]
 
 
-def test_a_plugin_that_vllm_cannot_load(monkeypatch):
-    """VLLM_PLUGINS has it: that is not the reason."""
+def test_a_plugin_that_cannot_be_imported(monkeypatch):
+    """VLLM_PLUGINS names it, and is not given as the reason."""
     output = f"ImportError: no wrapt\n{doctor.NOT_LOADED}\n"
     done = SimpleNamespace(returncode=0, stdout=output)
     monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: done)
     monkeypatch.setenv("VLLM_PLUGINS", "other,nwor")
     monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
-    said, _ = bad(doctor.processes())
+    said, _ = problems(doctor.processes())
     assert said == "not loaded by vLLM: ImportError: no wrapt"
 
 
-def test_a_vllm_that_nobody_tried_and_a_library_without_code_for_the_device(tmp_path):
+def test_an_untested_vllm_and_a_library_without_cuda_code(tmp_path):
     (tmp_path / "_version.py").write_text("__version__ = version = '9.9.9+cu130'\n")
     (found,) = (one for one in doctor.versions(tmp_path) if one[1] == "vllm")
     assert found[0]
     assert found[2].startswith("9.9.9+cu130 (tried: 0.26.0, ")
     if not ops.has_cuda():
-        (said,) = bad(doctor.library("cuda"))
+        (said,) = problems(doctor.library("cuda"))
         assert said.startswith(f"{ops.LIBRARY} has no CUDA code; build it again")
 
 
 def test_hooks_that_do_not_match_are_named(tmp_path):
-    """A vLLM may drop its V1 runner; both is too much."""
+    """A vLLM without the V1 runner is no problem; without both runners it is."""
     vllm = laid_out(tmp_path, files_read(files_of(SITE))) / "vllm"
     v1, v2 = (tmp_path / doctor.RUNNERS[name] for name in ("runner_v1", "runner_v2"))
     text = v2.read_text()
     v2.write_text(text.replace("def prepare_attn(", "def prepare_attention("))
     name = "vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_attn does not exist"
-    assert bad(doctor.hooks(vllm)) == [f"runner_v2: {name}"]
+    assert problems(doctor.hooks(vllm)) == [f"runner_v2: {name}"]
     v2.write_text("def broken(:")
-    (said,) = bad(doctor.hooks(vllm))
+    (said,) = problems(doctor.hooks(vllm))
     assert said.startswith("vLLM's source cannot be compared: ")
     v2.write_text(text)
     v1.unlink()
-    assert bad(doctor.hooks(vllm)) == []
+    assert problems(doctor.hooks(vllm)) == []
     v2.unlink()
-    problems = bad(doctor.hooks(vllm))
-    assert "runner_v1: vllm.v1.worker.gpu_model_runner does not exist" in problems
-    assert "runner_v2: vllm.v1.worker.gpu.model_runner does not exist" in problems
+    found = problems(doctor.hooks(vllm))
+    assert "runner_v1: vllm.v1.worker.gpu_model_runner does not exist" in found
+    assert "runner_v2: vllm.v1.worker.gpu.model_runner does not exist" in found

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KVLayout and probing, against writers whose byte maps are known in advance.
+"""KVLayout and its probing, against writers whose byte maps are known.
 
-The fake attention implementations here write through torch indexing, so that what a
-slot's bytes are is decided by the test, not by the code under test. MLA's own writer:
+The stand-ins for attention implementations write through torch indexing, so that the
+test decides which bytes belong to a slot. MLA's own writer:
 tests/integration/test_poison.py.
 """
 
@@ -37,12 +37,12 @@ def rows(cache, slot, key, value):
 
 
 def zeros(cache, slot, key, value):
-    """A payload of zero bytes is a write, too."""
+    """Writes zeros only."""
     rows(cache, slot, key * 0, value * 0)
 
 
 def rows_and(where):
-    """Rows, and an element at `where(block, slot)`, unless that is None."""
+    """Writes rows, and one more element at `where(block, slot)` if that is not None."""
 
     def write(cache, slot, key, value):
         rows(cache, slot, key, value)
@@ -53,7 +53,7 @@ def rows_and(where):
 
 
 def columns(cache, slot, key, value):
-    """K column-major inside a block and head, V row-major, as CPU_ATTN's `vec`."""
+    """K column-major in each block and head, V row-major, as CPU_ATTN's `vec`."""
     blocks, heads, slots, width = cache.shape
     flat = cache.view(blocks, heads, slots * width)
     block, offset = divmod(slot, slots)
@@ -63,7 +63,7 @@ def columns(cache, slot, key, value):
 
 
 def probe(write, kv_cache):
-    """write: a function like those above, or an implementation."""
+    """write: one of the functions above, or an implementation."""
     impl = Impl(write) if callable(write) else write
     layer = SimpleNamespace(impl=impl, num_kv_heads=HEADS, head_size=DIM)
     return probe_layout(layer, kv_cache, kv_cache.dtype)
@@ -126,8 +126,8 @@ def written(kv_cache, write, slot):
         (columns, hnd_cache),
     ],
 )
-def test_layouts_are_proved_and_named_to_the_byte(write, make):
-    """Heads that touch are one run."""
+def test_a_probed_layout_names_exactly_the_written_bytes(write, make):
+    """Adjacent heads are one run."""
     kv_cache = make()
     layout = probe(write, kv_cache)
     if write is columns:
@@ -142,12 +142,12 @@ def test_layouts_are_proved_and_named_to_the_byte(write, make):
         )
 
 
-def test_what_a_first_write_prepares_is_not_taken_for_a_slots_bytes():
-    """Nor is the live implementation called or changed."""
+def test_bytes_that_the_first_write_initializes_are_not_the_slots():
+    """And the live implementation is neither called nor changed."""
 
     class ScalesImpl:
-        """As TRITON_ATTN with per-token-head scales: one more element in each row, all
-        of them set to one when a cache is first seen."""
+        """As TRITON_ATTN with per-token-head scales: each row has one more element,
+        and all of these are set to one at the first use of a cache."""
 
         def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
             scales = kv_cache[..., 2 * DIM]
@@ -177,7 +177,7 @@ def shared_bytes(cache, slot, key, value):
 # All slots but the first write an element of the first one, too.
 ragged = rows_and(lambda block, slot: (block, 0, 0) if slot else None)
 other_block = rows_and(lambda block, slot: (1, 0, 0))
-# The last slot of a block also writes where nobody looks.
+# The last slot of a block also writes to another block.
 far = rows_and(lambda block, slot: (0, 0, 0) if slot == SLOTS - 1 else None)
 
 
@@ -206,32 +206,32 @@ PARAMETERS = r"has parameters \(layer, key, kv_cache\); supported are"
         (rows, TURNED, "last stride is 6"),
     ],
 )
-def test_what_is_neither_rows_nor_a_packing_is_refused(write, cache, message):
+def test_an_unknown_layout_is_refused(write, cache, message):
     with pytest.raises(LayoutRefused, match=message):
         probe(write, cache)
 
 
 def peak_of(call):
-    """What `call` returns, and by how many bytes it raised this process's resident
-    memory at its peak."""
+    """The result of `call`, and by how many bytes it raised the peak of this process's
+    resident memory."""
 
     def status(name):
         lines = Path("/proc/self/status").read_text().splitlines()
         (kib,) = (line.split()[1] for line in lines if line.startswith(name))
         return int(kib) * 1024
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS")
     result = call()
     return result, status("VmHWM") - before
 
 
 @pytest.mark.parametrize("write", [rows, columns])
-def test_a_large_block_is_probed_in_memory_that_grows_with_it_only(write):
-    """vLLM's hybrid models have blocks of such sizes. A mask of the two blocks for each
-    slot would take twice the bound, and a multiple while they are put together."""
+def test_probing_a_large_block_takes_memory_linear_in_its_size(write):
+    """vLLM's hybrid models have blocks of this size. One mask of two blocks for each
+    slot would exceed the bound."""
     cache = torch.zeros(2, HEADS, 1056, 2 * DIM, dtype=torch.bfloat16)
-    probe(write, hnd_cache())  # what a first probe loads is not counted
+    probe(write, hnd_cache())  # loads modules, which must not count
     layout, peak = peak_of(lambda: probe(write, cache))
     assert (layout.runs is None) == (write is rows)
     assert peak < 1056 * cache.nbytes / 2

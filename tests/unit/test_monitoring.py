@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dashboard and the alerts by themselves: promtool's verdict, and their structure.
+"""The alerts under promtool, and the structure of the Grafana dashboard.
 
-What a live server and a real Prometheus make of them is in tests/e2e. Grafana is not
-run: its file is checked for what Grafana requires of it.
+Both against a live server and a real Prometheus: tests/e2e/test_serve.py. Grafana
+itself is not run.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ def read(name: str) -> dict:
 
 
 @pytest.mark.parametrize("name", ["alerts", "audit_alerts"])
-def test_each_alert_is_explained_and_fires_when_it_should_and_only_then(name):
-    """promtool's verdict; without it a test fails, and says how to get it."""
+def test_each_alert_is_tested_both_ways_and_documented(name):
+    """promtool decides; without it the test fails and names the command that gets
+    it."""
     for what, path in (("check", f"{name}.yml"), ("test", f"{name}_test.yml")):
         command = [monitoring.program("promtool"), what, "rules", MONITORING / path]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -46,8 +47,8 @@ def test_each_alert_is_explained_and_fires_when_it_should_and_only_then(name):
     assert [one for one in alerts if f"`{one}`" not in readme] == []
 
 
-def test_dashboard_is_what_grafana_accepts_and_shows_every_metric():
-    """Queries are of variables that can be chosen, and of no others."""
+def test_the_dashboard_has_what_grafana_requires_and_shows_every_metric():
+    """Its queries use only variables that it defines."""
     dashboard = monitoring.dashboard()
     variables = {one["name"]: one["type"] for one in dashboard["templating"]["list"]}
     assert variables["datasource"] == "datasource"

@@ -15,9 +15,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from vllm import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from tests.unit.test_draft_manager import BLOCKS, ROW_BYTES, SLOTS, TABLE, World, int32
 from vllm_nwor import ops
@@ -454,24 +452,6 @@ def test_v1_seats_the_first_rows_of_the_batch(num_seats, drafts, lacks):
 
     assert [(it.num_drafts, it.lacks_seats) for it in seen] == [(sum(drafts), lacks)]
     assert runner.nwor_state.windows is seen[0]  # to be logged
-
-
-def test_v1_gives_out_the_first_rows_first_and_moves_the_last_one():
-    """In vLLM's own batch, while requests run and others come and go."""
-    batch = InputBatch(8, 16, 16, torch.device("cpu"), 9, [4], [4])
-
-    def add(name):
-        about = name, [1], [], SamplingParams(), None, ([1],), 0, []
-        batch.add_request(CachedRequestState(*about))
-
-    for name in "abcd":
-        add(name)
-    assert batch.req_id_to_index == dict(zip("abcd", range(4), strict=True))
-    batch.remove_request("b")
-    batch.condense()
-    assert batch.req_id_to_index == {"a": 0, "d": 1, "c": 2}
-    add("e")
-    assert batch.req_id_to_index == {"a": 0, "d": 1, "c": 2, "e": 3}
 
 
 class Stopped(BaseException):

@@ -355,16 +355,6 @@ def test_a_fault_inside_leaves_the_scheduler_all_blocks(place, late, monkeypatch
     refused(workers_of(), "the reservation failed: KeyError: 'planted'")
 
 
-def test_a_fault_while_lowering_leaves_the_scheduler_all_blocks():
-    """Behind some of its work: a tensor's size is not the kind of thing it was."""
-    workers = workers_of()
-    for worker in workers:
-        worker.kv_cache_tensors[1].size = None
-
-    told = "TypeError: unsupported operand type(s) for //: 'NoneType' and 'int'"
-    refused(workers, f"the reservation failed: {told}")
-
-
 class Marked(kv.KVCacheConfig):
     """A worker's configuration that takes no regions, perhaps once they are there."""
 

@@ -179,7 +179,7 @@ def _refused(runner: Any, config: NworConfig, reason: str) -> RunnerState:
 
 
 def common(
-    rows: tuple[Method, ...], reuses_metadata: bool
+    rows: Sequence[HookTarget], reuses_metadata: bool
 ) -> dict[HookTarget, Wrapper]:
     """Wrappers for the rows of the ledger that both runners have.
 
