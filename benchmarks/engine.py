@@ -140,7 +140,7 @@ class Engine:
         has to look up anew in the same classes, so that all turns start alike."""
         if self.options.nwor_mode == "off" and not self.options.audits:
             return  # never loaded: there is nothing to take off
-        from vllm_nwor.hooks import _wrap
+        from vllm_nwor.base import wrap as _wrap
 
         for hooked in (not arm.hooked, arm.hooked):
             if self.rpc("nwor_set_hooked", hooked, arm.stages, times) is not hooked:

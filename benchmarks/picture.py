@@ -120,7 +120,7 @@ def main() -> None:
     import torch
     from vllm import EngineArgs, LLMEngine
 
-    from vllm_nwor.hooks import _wrap
+    from vllm_nwor.base import wrap as _wrap
 
     target, drafter = settings.find_models(options)
     arguments = settings.engine_arguments(options, "cpu", target, drafter)

@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_nwor.draft_manager import DraftCommitManager
+    from vllm_nwor.transaction.draft_manager import DraftCommitManager
 
 
 class TimedManager:
@@ -92,7 +92,7 @@ class NworWorkerExtension:
                 f"nwor_set_hooked({hooked}) in the middle of a step; expected between "
                 "steps, with none in flight"
             )
-        from vllm_nwor.hooks import _wrap
+        from vllm_nwor.base import wrap as _wrap
 
         if hooked and manager is not None:
             if getattr(self.nwor_timed, "manager", None) is not manager:

@@ -42,9 +42,9 @@ from tests.helpers.server import ARGUMENTS as SERVE_ARGUMENTS
 from tests.helpers.server import SPECULATION, Server, serve
 from vllm_nwor import plugin
 from vllm_nwor.config import Strict
-from vllm_nwor.draft_manager import NworError, State
-from vllm_nwor.hooks import _wrap
-from vllm_nwor.hooks._wrap import HostMismatch
+from vllm_nwor.transaction.draft_manager import NworError, State
+from vllm_nwor.base import wrap as _wrap
+from vllm_nwor.base.wrap import HostMismatch
 from vllm_nwor.report import Report
 
 pytestmark = pytest.mark.e2e

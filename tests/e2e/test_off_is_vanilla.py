@@ -187,7 +187,7 @@ def test_the_alias_in_vllm_gives_the_same_modules(looks):
     warning = "Unknown vLLM environment variable detected: VLLM_NWOR_MODE"
     nothing = [warning, None, None, None, None]
     assert looks["without"] == {"": nothing, "other": nothing}
-    modules = ["vllm_nwor", "vllm_nwor.config", "vllm_nwor.hooks._wrap"]
+    modules = ["vllm_nwor", "vllm_nwor.config", "vllm_nwor.base.wrap"]
     assert looks["with"] == [None, *modules, None]
     assert warning in (REPO / "docs" / "variables.md").read_text()
 

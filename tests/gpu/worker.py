@@ -64,7 +64,7 @@ class GpuTestExtension(OracleExtension):
     def test_lose_begin(self, strictness: str) -> None:
         """Removes the hook of the V2 runner's begin, and sets VLLM_NWOR_STRICT."""
         from vllm_nwor.config import Strict
-        from vllm_nwor.hooks import _wrap, ledger
+        from vllm_nwor.base import wrap as _wrap, ledger
 
         (hook,) = (h for h in _wrap._hooks if h.target == ledger.V2_PREPARE_ATTN)
         hook.take_off()
@@ -212,8 +212,8 @@ def judge_layout(runner: Any, name: str, layer: Any) -> dict[str, Any]:
     """Compares NWOR's layout of one layer with the bytes that vLLM's own writer
     changes, and whether probing changed the implementation or the caches; writes to the
     caches."""
-    from vllm_nwor.kv_layout import LayoutRefused
-    from vllm_nwor.kv_probe import probe_layout
+    from vllm_nwor.layout.kv_layout import LayoutRefused
+    from vllm_nwor.layout.probe import probe_layout
 
     dtype = runner.vllm_config.model_config.dtype
     impl_before = dict(vars(layer.impl))

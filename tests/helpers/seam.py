@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from vllm_nwor import ops as native
-from vllm_nwor.draft_manager import DraftCommitManager
+from vllm_nwor.transaction.draft_manager import DraftCommitManager
 
 
 def _row(ring: Any, slot: int) -> Any:

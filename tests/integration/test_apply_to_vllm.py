@@ -161,7 +161,7 @@ register()
 assert plugin._registered
 assert layers() == found
 assert not [name for name in sys.modules if name.startswith("vllm_nwor.hooks")]
-assert import_module("vllm.v1.nwor.hooks._wrap") is _wrap
+assert import_module("vllm.v1.nwor.base.wrap") is _wrap
 """,
         VLLM_NWOR_MODE="stage",
         VLLM_NWOR_AUDIT="log",

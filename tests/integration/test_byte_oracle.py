@@ -40,7 +40,7 @@ from tests.helpers.oracle import SnapshotOracle, Watch, hash_rows
 from tests.helpers.player import counters
 from tests.helpers.runner_probe import Step
 from vllm_nwor import ops as native
-from vllm_nwor.kv_probe import probe_layout
+from vllm_nwor.layout.probe import probe_layout
 
 # The KV audit compares all bytes.
 EVERYTHING = {"AUDIT": "log", "AUDIT_MIB": "9" * 30, "STRICT": "always"}

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm_nwor import ops
-from vllm_nwor.kv_layout import runs_of
+from vllm_nwor.layout.kv_layout import runs_of
 
 GUARD_BYTES = 64
 POISON_BYTE = 0x5A

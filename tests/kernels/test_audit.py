@@ -45,9 +45,9 @@ from vllm_nwor.audit.runner import RunnerAuditV2
 from vllm_nwor.audit.state import Audit, Batch
 from vllm_nwor.audit.tables import AuditedGroup, GroupShape, num_bytes
 from vllm_nwor.config import AuditMode
-from vllm_nwor.kv_layout import packed_layout, row_layout
-from vllm_nwor.layer_tables import DeviceMemory, LayerCache
-from vllm_nwor.window import SampledIds, Undone
+from vllm_nwor.layout.kv_layout import packed_layout, row_layout
+from vllm_nwor.layout.tables import DeviceMemory, LayerCache
+from vllm_nwor.step import SampledIds, Undone
 
 N = 4  # slots a block
 NUM_BLOCKS = 16

@@ -29,9 +29,9 @@ from tests.kernels.transaction import (
     drafts_in,
 )
 from vllm_nwor import ops
-from vllm_nwor.kv_layout import KVLayout
-from vllm_nwor.layer_tables import DeviceMemory, LayerCache
-from vllm_nwor.undo_log import GroupLog, UndoLog
+from vllm_nwor.layout.kv_layout import KVLayout
+from vllm_nwor.layout.tables import DeviceMemory, LayerCache
+from vllm_nwor.transaction.undo_log import GroupLog, UndoLog
 
 CPU = torch.device("cpu")
 LOGGED, STAGED = FAMILIES

@@ -46,10 +46,10 @@ from tests.simulation.seats import Rule
 from tests.simulation.step import MAX_TOKENS, Rows, Step, Table, slots_of
 from vllm_nwor import metrics, ops
 from vllm_nwor.config import Mode, NworConfig, Strict
-from vllm_nwor.draft_manager import DraftCommitManager, NworError, StagedGroup, State
+from vllm_nwor.transaction.draft_manager import DraftCommitManager, NworError, StagedGroup, State
 from vllm_nwor.report import Report
-from vllm_nwor.shadow_blocks import seats_num_bytes
-from vllm_nwor.undo_log import num_bytes
+from vllm_nwor.transaction.shadow_blocks import seats_num_bytes
+from vllm_nwor.transaction.undo_log import num_bytes
 
 LOG_GUARD = 0xA7
 # Of a step: none; an op raises; vLLM's forward or sampler raises; begin is not called;

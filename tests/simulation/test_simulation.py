@@ -17,7 +17,7 @@ from tests.simulation import seats
 from tests.simulation.__main__ import Failure, run
 from tests.simulation.engine import FAULTS
 from tests.simulation.simulator import KINDS, Simulator
-from vllm_nwor.draft_manager import DraftCommitManager
+from vllm_nwor.transaction.draft_manager import DraftCommitManager
 from vllm_nwor.metrics import FALLBACKS
 
 # `make nightly` plays a million, with another seed each time.

@@ -31,7 +31,7 @@ import bench_vllm
 from tools.gpu import bench as cells
 from tools.gpu import host_profile
 from vllm_nwor import ops
-from vllm_nwor.hooks import _wrap
+from vllm_nwor.base import wrap as _wrap
 
 ROOT = Path(bench_vllm.__file__).parent
 TOKENS = [[11, 12, 13], [21, 22, 23, 24]]

@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 
 from tools import check_vllm
-from vllm_nwor.hooks._wrap import HookTarget
+from vllm_nwor.base.wrap import HookTarget
 from vllm_nwor.hooks.source import (
     Fact,
     Mismatch,

@@ -24,17 +24,17 @@ from tests.helpers import reach
 from tests.helpers.logs import nwor_log
 from tests.unit.test_reservation import NUM_DRAFTS, NUM_SEQS, vllm_config
 from vllm_nwor.config import Mode, NworConfig, OnReject, Strict
-from vllm_nwor.draft_manager import (
+from vllm_nwor.transaction.draft_manager import (
     DraftCommitManager,
     LayerCache,
     NworError,
     StagedGroup,
 )
 from vllm_nwor.hooks import discovery, engine_core, layers, staging
-from vllm_nwor.kv_layout import row_layout
+from vllm_nwor.layout.kv_layout import row_layout
 from vllm_nwor.report import Report
-from vllm_nwor.shadow_blocks import ShadowRegion, blocks_per_seat
-from vllm_nwor.undo_log import num_bytes
+from vllm_nwor.transaction.shadow_blocks import ShadowRegion, blocks_per_seat
+from vllm_nwor.transaction.undo_log import num_bytes
 
 BLOCKS, HEADS, SLOTS, DIM = 4, 2, 16, 32
 SPEC = FullAttentionSpec(

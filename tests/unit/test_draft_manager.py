@@ -21,18 +21,18 @@ from vllm.v1.worker.gpu.states import RequestState
 from tests.simulation.engine import Fault, FaultyOps
 from vllm_nwor import ops
 from vllm_nwor.config import Mode, NworConfig, OnReject, Strict
-from vllm_nwor.draft_manager import DraftCommitManager, NworError, State
-from vllm_nwor.kv_layout import packed_layout, row_layout
-from vllm_nwor.layer_tables import DeviceMemory, LayerCache
-from vllm_nwor.shadow_blocks import (
+from vllm_nwor.transaction.draft_manager import DraftCommitManager, NworError, State
+from vllm_nwor.layout.kv_layout import packed_layout, row_layout
+from vllm_nwor.layout.tables import DeviceMemory, LayerCache
+from vllm_nwor.transaction.shadow_blocks import (
     Seats,
     ShadowRegion,
     StagedGroup,
     blocks_per_seat,
     seats_num_bytes,
 )
-from vllm_nwor.undo_log import num_bytes
-from vllm_nwor.window import NumRejected, Undone, VerificationWindows
+from vllm_nwor.transaction.undo_log import num_bytes
+from vllm_nwor.step import NumRejected, Undone, VerificationWindows
 
 # Blocks of requests and, behind them, shadow blocks: two for each of two seats.
 BLOCKS, SHADOW_BLOCKS, HEADS, SLOTS, DIM = 6, 4, 2, 4, 8

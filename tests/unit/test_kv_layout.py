@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_nwor.kv_layout import LayoutRefused
-from vllm_nwor.kv_probe import probe_layout
+from vllm_nwor.layout.kv_layout import LayoutRefused
+from vllm_nwor.layout.probe import probe_layout
 
 BLOCKS, HEADS, SLOTS, DIM = 5, 3, 16, 8
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_nwor.hooks._wrap import check
+from vllm_nwor.base.wrap import check
 from vllm_nwor.hooks.source import HOOKED, ledger
 from vllm_nwor.plugin import AUDIT_HOOKS, HOOKS
 

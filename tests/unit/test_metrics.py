@@ -26,7 +26,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 import vllm_nwor.metrics as metrics
 from vllm_nwor import commits
 from vllm_nwor.hooks import info, stats
-from vllm_nwor.hooks._wrap import HostMismatch
+from vllm_nwor.base.wrap import HostMismatch
 from vllm_nwor.hooks.ledger import LOGGERS, SCHEDULER
 from vllm_nwor.metrics import COUNTERS, FALLBACKS, SERIES, GroupInfo, NworPrometheus
 from vllm_nwor.report import StepPayload
@@ -47,7 +47,7 @@ def _fresh(monkeypatch):
     monkeypatch.setattr(metrics, "_logged", set())
     monkeypatch.setattr(metrics, "_info", {})
     # The stand-ins are hooked in place of vLLM's classes.
-    monkeypatch.setattr("vllm_nwor.hooks._wrap._hooks", [])
+    monkeypatch.setattr("vllm_nwor.base.wrap._hooks", [])
 
 
 # --- counters on a runner's output ----------------------------------------------------

@@ -20,7 +20,7 @@ from tests.helpers.logs import nwor_log
 from vllm_nwor.config import Mode, NworConfig
 from vllm_nwor.hooks import engine_core
 from vllm_nwor.hooks.engine_core import VERDICT, LayerVerdict
-from vllm_nwor.shadow_blocks import ShadowRegion
+from vllm_nwor.transaction.shadow_blocks import ShadowRegion
 
 NUM_DRAFTS, NUM_SEQS, MAX_MODEL_LEN = 4, 8, 256
 NUM_BLOCKS, BLOCK = 1000, 16

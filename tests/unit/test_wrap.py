@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_nwor.hooks import _wrap
-from vllm_nwor.hooks._wrap import (
+from vllm_nwor.base import wrap as _wrap
+from vllm_nwor.base.wrap import (
     HookTarget,
     HostMismatch,
     argument,

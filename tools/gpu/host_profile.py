@@ -66,7 +66,7 @@ class HookTimes:
 
     def watch(self) -> None:
         """Call before vLLM is imported: it is then that hooks are installed."""
-        from vllm_nwor.hooks import _wrap
+        from vllm_nwor.base import wrap as _wrap
 
         make = _wrap._hooked
 
