@@ -38,14 +38,15 @@ from tests.helpers.environment import REPO, nwor_settings
 from tests.helpers.logs import nwor_log
 from tests.helpers.oracle import SnapshotOracle
 from tests.helpers.player import check_identities, counters, risen
+from tests.helpers.runner_probe import observer_of
 from tests.helpers.server import ARGUMENTS as SERVE_ARGUMENTS
 from tests.helpers.server import SPECULATION, Server, serve
 from vllm_nwor import plugin
-from vllm_nwor.config import Strict
-from vllm_nwor.transaction.draft_manager import NworError, State
 from vllm_nwor.base import wrap as _wrap
 from vllm_nwor.base.wrap import HostMismatch
-from vllm_nwor.report import Report
+from vllm_nwor.config import Strict
+from vllm_nwor.transaction.counters import Report
+from vllm_nwor.transaction.draft_manager import NworError, State
 
 pytestmark = pytest.mark.e2e
 
@@ -97,7 +98,9 @@ def cow_engine(off):
 def forget_fallbacks(engine: Engine) -> None:
     """Resets counting, logging and reporting of fallbacks."""
     engine.manager.fallbacks.clear()
-    engine.runner.nwor_state.report = Report([], engine.manager)
+    transaction = observer_of(engine.runner, "transaction")
+    transaction.payload = Report([], engine.manager).take_payload
+    engine.runner.nwor_state.refresh()
 
 
 @pytest.fixture
@@ -306,7 +309,7 @@ def test_aborting_a_request_in_any_phase(phase, off, cow):
 
 
 def resolved(engine: Engine) -> list[str]:
-    return [info.resolved for info in engine.runner.nwor_state.infos]
+    return [info.resolved for info in engine.infos]
 
 
 def num_scheduler_blocks(engine: Engine) -> int:

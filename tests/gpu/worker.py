@@ -15,7 +15,12 @@ import torch
 from tests.gpu.engines import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from tests.helpers.byte_map import allocation
 from tests.helpers.oracle import Memory
-from tests.helpers.runner_probe import cache_layers, manager_of, target_layers
+from tests.helpers.runner_probe import (
+    cache_layers,
+    manager_of,
+    observer_of,
+    target_layers,
+)
 from tests.helpers.worker_probe import OracleExtension
 
 
@@ -63,8 +68,9 @@ class GpuTestExtension(OracleExtension):
 
     def test_lose_begin(self, strictness: str) -> None:
         """Removes the hook of the V2 runner's begin, and sets VLLM_NWOR_STRICT."""
+        from vllm_nwor.base import ledger
+        from vllm_nwor.base import wrap as _wrap
         from vllm_nwor.config import Strict
-        from vllm_nwor.base import wrap as _wrap, ledger
 
         (hook,) = (h for h in _wrap._hooks if h.target == ledger.V2_PREPARE_ATTN)
         hook.take_off()
@@ -76,7 +82,7 @@ class GpuTestExtension(OracleExtension):
         runner = self.model_runner
         config = runner.vllm_config
         layers = cache_layers(runner).values()
-        state, manager = getattr(runner, "nwor_state", None), manager_of(runner)
+        transaction, manager = observer_of(runner, "transaction"), manager_of(runner)
         return {
             "runner": f"{type(runner).__module__}.{type(runner).__qualname__}",
             "backends": sorted({type(layer.impl).__name__ for layer in layers}),
@@ -96,7 +102,7 @@ class GpuTestExtension(OracleExtension):
                 "num_seats": getattr(manager.shadow, "num_seats", 0),
                 "layers": [layer.name for g in manager.groups for layer in g.layers],
             },
-            "resolved": [info.resolved for info in state.infos] if state else [],
+            "resolved": [i.resolved for i in transaction.infos] if transaction else [],
         }
 
     def test_memory(self) -> dict[str, Any] | None:
@@ -131,14 +137,13 @@ class GpuTestExtension(OracleExtension):
 
     def test_audit(self) -> dict[str, Any]:
         """The audit's findings so far, and how much it compared."""
-        state = self.model_runner.nwor_audit
+        state = observer_of(self.model_runner, "audit")
         groups = state.audit.groups
         return {
             "findings": [asdict(finding) for finding in state.findings.last],
             "totals": dict(state.audit.totals()),
             "bytes": state.audit.num_bytes,
-            "is_reserved": vars(self.model_runner).get("nwor_audit_storage")
-            is not None,
+            "is_reserved": state.storage is not None,
             "pools": [
                 pool_tag(t.data_ptr()) for g in groups for t in g.tensors.values()
             ],

@@ -248,7 +248,7 @@ def check_on(off: Run, on: Run, case: Case) -> None:
     off's at every slot of the scheduler's blocks, except those whose last write was a
     rejected draft: they hold their bytes from before that draft."""
     expected = case.stage if on.engine.mode == "stage" else on.engine.mode
-    resolved = [info.resolved for info in on.engine.runner.nwor_state.infos]
+    resolved = [info.resolved for info in on.engine.infos]
     assert sorted(resolved) == sorted(
         [expected] * case.num_groups + ["native"] * case.num_native
     )

@@ -43,8 +43,9 @@ from tests.helpers.engine import DEFAULTS, NUM_DRAFTS, Engine
 from tests.helpers.environment import model_path, nwor_settings
 from tests.helpers.sessions import draft_rightly, play
 from vllm_nwor import Commit, commits, plugin
+from vllm_nwor.base import stats
+from vllm_nwor.base import wrap as _wrap
 from vllm_nwor.config import NworConfigError
-from vllm_nwor.base import wrap as _wrap, stats
 from vllm_nwor.hooks.ledger import SCHEDULER
 
 BLOCK = 16

@@ -79,7 +79,7 @@ def test_offloading_moves_the_same_bytes_as_plain_vllm():
         found.append((runs, both_ways, host.chunks))
         if mode == "off":
             continue
-        (info,) = engine.runner.nwor_state.infos
+        (info,) = engine.infos
         assert (info.resolved, info.reason) == (mode, "4 layers, packed slots")
         rise = risen(before, counters(engine))
         assert rise["nwor_breaches"] == 0 < rise["nwor_windows"]
@@ -147,7 +147,7 @@ def published_by(mode: str, truth: dict[str, list[int]]) -> list[Published]:
         changed = [row for row in rows if row >= tail.end]
         found.append(Published(result, tail, changed, num_kept))
     if mode != "off":
-        (info,) = engine.runner.nwor_state.infos
+        (info,) = engine.infos
         assert info.resolved == "cow"
         assert "tests.helpers.tail_connector.TailConnector may read" in info.reason
         assert "allowed are vLLM's own MooncakeConnector" in info.reason

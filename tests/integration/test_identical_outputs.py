@@ -98,7 +98,7 @@ def compare(
         if engine is not engines[0]:
             assert_same(results[-1], results[0])
             check_counts(engine, before, results[-1])
-            infos = engine.runner.nwor_state.infos
+            infos = engine.infos
             assert {info.resolved for info in infos} == {engine.mode}
     off = results[0]
     assert engines[0].manager is None

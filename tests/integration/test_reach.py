@@ -173,7 +173,7 @@ def test_all_guarantees_hold(kind, name):
         layers = off.probe.target_layers().values()
         assert len({layer.kv_cache.data_ptr() for layer in layers}) < len(layers)
     if case.num_native:
-        (info,) = (i for i in stage.runner.nwor_state.infos if i.group == 3)
+        (info,) = (i for i in stage.infos if i.group == 3)
         assert "vLLM zeroes this model's new blocks" in info.reason
 
 
@@ -220,7 +220,7 @@ def test_refused_methods(name, mode, tmp_path):
     engine = Engine(mode, **arguments)
     assert engine.manager is None
     with reach.recorded(engine, "method", name):
-        infos = engine.runner.nwor_state.infos
+        infos = engine.infos
         assert {info.resolved for info in infos} == {"off"}
         for info in infos:
             assert info.reason.startswith(f"the speculative method is {name}, which ")

@@ -9,6 +9,6 @@
     simulator   what can happen, drawn from a seed, and lets it happen
 
 `python -m tests.simulation --help` runs and replays it. The real parts under test are
-DraftCommitManager, ShadowBlocks, VerificationWindows, KVLayout, Report, NworStats and
+DraftCommitManager, ShadowBlocks, Step, KVLayout, Report, NworStats and
 the native CPU ops. Not simulated: attention, threads, a device behind the host.
 """

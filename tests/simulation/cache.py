@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 
 from tests.kernels import reference
-from vllm_nwor.transaction.draft_manager import LayerCache
 from vllm_nwor.layout.kv_layout import packed_layout, row_layout, runs_of
-from vllm_nwor.transaction.shadow_blocks import ShadowRegion, blocks_per_seat
+from vllm_nwor.layout.regions import ShadowRegion, blocks_per_seat
+from vllm_nwor.layout.tables import LayerCache
 
 Bytes = npt.NDArray[np.uint8]
 Index = npt.NDArray[np.int64]

@@ -28,6 +28,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -45,10 +46,14 @@ from tests.simulation.cache import (
 from tests.simulation.seats import Rule
 from tests.simulation.step import MAX_TOKENS, Rows, Step, Table, slots_of
 from vllm_nwor import metrics, ops
+from vllm_nwor import step as nwor
+from vllm_nwor.base.errors import NworError
 from vllm_nwor.config import Mode, NworConfig, Strict
-from vllm_nwor.transaction.draft_manager import DraftCommitManager, NworError, StagedGroup, State
-from vllm_nwor.report import Report
+from vllm_nwor.layout.regions import StagedGroup
+from vllm_nwor.transaction.counters import Report
+from vllm_nwor.transaction.draft_manager import DraftCommitManager
 from vllm_nwor.transaction.shadow_blocks import seats_num_bytes
+from vllm_nwor.transaction.states import State
 from vllm_nwor.transaction.undo_log import num_bytes
 
 LOG_GUARD = 0xA7
@@ -177,6 +182,9 @@ class Engine:
             planted(self.manager)
         infos = [metrics.GroupInfo(0, "cow", "cow", "simulated")]
         self.report = Report(infos, self.manager)
+        # Of the step being made; indices of all requests in the runner's states.
+        self.windows: nwor.Step | None = None
+        self.live: Mapping[str, int] = {}
         self.stats = metrics.NworStats()
         self.state = State.IDLE
         self.counters = self.manager.counters.numpy().copy()
@@ -263,7 +271,9 @@ class Engine:
 
         def enter() -> None:
             # What the hook does when a step of the runner starts.
-            self.manager.start_step(keeps=not step.begins)
+            scheduled: Any = SimpleNamespace(has_drafts_of_new=lambda: step.begins)
+            self.manager.start_step(scheduled)
+            self.windows = None
             self._check_tables(self.own, self.own_slots)
             for table, own in zip(self.tables, step.tables, strict=True):
                 table[: len(own)] = own
@@ -272,11 +282,12 @@ class Engine:
             if is_missed:
                 self.manager.abort(metrics.STALE_LOG)
             elif step.num_known:
-                how = self.has_indices, self._lacks_seats(step)
-                windows = step.windows(self.slots, self.tables, *how)
+                how = self.has_indices, self.live
+                self.windows = windows = step.windows(self.slots, self.tables, *how)
                 if self.regions and fault.name != "all logged":
                     self.manager.stage(windows)
-                self.manager.begin(windows)
+                if windows.awaits_forward:
+                    self.manager.begin(windows)
 
         raised = self._attempt(enter, reasons)
         self._check_calls("stage", step.staged)
@@ -377,10 +388,10 @@ class Engine:
         self.cache.write_step(index, payload, keep_mask)
 
         def end() -> None:
-            if self.manager.is_open:
-                self.manager.commit(step.acceptance(form))
-            else:
-                self.manager.end_unlogged(step.num_drafts)
+            if self.windows is not None:
+                self.manager.commit(self.windows, step.acceptance(form))
+            elif step.num_drafts:
+                self.manager.miss_begin(f"{step.num_drafts} drafts")
 
         raised = self._attempt(end, reasons, raises=True if is_lost else None)
         self._check_tables(self.own, self.own_slots)
@@ -437,6 +448,7 @@ class Engine:
     ) -> list[int | None]:
         """Of each row, as the hooks have it: on V1 its place in the batch, on V2 that
         of its index, in steps with drafts."""
+        self.live = live
         shadow, seats = self.manager.shadow, [*range(len(batch))]
         if self.has_indices:
             seats = [rows.request.index for rows in batch]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +15,9 @@ import torch
 from tests.kernels.transaction import AcceptanceForm
 from tests.simulation.blocks import Request
 from tests.simulation.cache import Group, Index, Mask
+from vllm_nwor import step as nwor
 from vllm_nwor.metrics import Counted, Scheduled
-from vllm_nwor.step import Acceptance, NumRejected, SampledIds, VerificationWindows
+from vllm_nwor.step import Acceptance, NumRejected, SampledIds
 
 Table = npt.NDArray[np.int32]
 
@@ -213,8 +214,12 @@ class Step:
         return ~(is_lost | self._is_rejected & (is_staged | is_restored))
 
     def windows(
-        self, slots: Index, tables: Sequence[Table], as_v2: bool, lacks_seats: bool
-    ) -> VerificationWindows:
+        self,
+        slots: Index,
+        tables: Sequence[Table],
+        as_v2: bool,
+        live: Mapping[str, int],
+    ) -> nwor.Step:
         """What the hooks hand to stage and begin. slots, tables: the worker's, that
         stage patches."""
         has_logits = self.position >= (self.ends - self.drafts - 1)[self.request]
@@ -223,7 +228,7 @@ class Step:
         cumulative = [0] * as_v2 + (self.drafts + 1).cumsum().tolist()
         mappings = torch.from_numpy(slots)
         indices = [rows.request.index for rows in self.rows]
-        return VerificationWindows(
+        return nwor.Step(
             num_drafts=self.num_known,
             logits_indices=torch.from_numpy(has_logits.nonzero()[0]).to(
                 torch.int64 if as_v2 else torch.int32
@@ -234,8 +239,10 @@ class Step:
             block_tables=[torch.from_numpy(table) for table in tables],
             query_start_loc=torch.from_numpy(self.starts).int(),
             seq_lens=torch.from_numpy(self.ends).int(),
+            drafts_of_requests=None if as_v2 else self.drafts.tolist(),
             state_indices=torch.tensor(indices, dtype=torch.int32) if as_v2 else None,
-            lacks_seats=lacks_seats,
+            host_state_indices=np.array(indices) if as_v2 else None,
+            state_of_request=live if as_v2 else None,
         )
 
     def acceptance(self, form: int) -> Acceptance:

@@ -24,15 +24,15 @@ from tests.helpers import reach
 from tests.helpers.logs import nwor_log
 from tests.unit.test_reservation import NUM_DRAFTS, NUM_SEQS, vllm_config
 from vllm_nwor.config import Mode, NworConfig, OnReject, Strict
+from vllm_nwor.hooks import discovery, engine_core, layers, staging
+from vllm_nwor.layout.kv_layout import row_layout
+from vllm_nwor.report import Report
 from vllm_nwor.transaction.draft_manager import (
     DraftCommitManager,
     LayerCache,
     NworError,
     StagedGroup,
 )
-from vllm_nwor.hooks import discovery, engine_core, layers, staging
-from vllm_nwor.layout.kv_layout import row_layout
-from vllm_nwor.report import Report
 from vllm_nwor.transaction.shadow_blocks import ShadowRegion, blocks_per_seat
 from vllm_nwor.transaction.undo_log import num_bytes
 

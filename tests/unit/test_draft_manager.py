@@ -20,19 +20,16 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from tests.simulation.engine import Fault, FaultyOps
 from vllm_nwor import ops
+from vllm_nwor.base.errors import NworError
 from vllm_nwor.config import Mode, NworConfig, OnReject, Strict
-from vllm_nwor.transaction.draft_manager import DraftCommitManager, NworError, State
 from vllm_nwor.layout.kv_layout import packed_layout, row_layout
+from vllm_nwor.layout.regions import ShadowRegion, StagedGroup, blocks_per_seat
 from vllm_nwor.layout.tables import DeviceMemory, LayerCache
-from vllm_nwor.transaction.shadow_blocks import (
-    Seats,
-    ShadowRegion,
-    StagedGroup,
-    blocks_per_seat,
-    seats_num_bytes,
-)
+from vllm_nwor.step import NumRejected, Step, Undone
+from vllm_nwor.transaction.draft_manager import DraftCommitManager
+from vllm_nwor.transaction.shadow_blocks import Seats, seats_num_bytes
+from vllm_nwor.transaction.states import State
 from vllm_nwor.transaction.undo_log import num_bytes
-from vllm_nwor.step import NumRejected, Undone, VerificationWindows
 
 # Blocks of requests and, behind them, shadow blocks: two for each of two seats.
 BLOCKS, SHADOW_BLOCKS, HEADS, SLOTS, DIM = 6, 4, 2, 4, 8
@@ -62,7 +59,7 @@ class World:
         fails="none",
         capacity=3,
         num_seats=2,
-        num_states=2,
+        num_states=0,
         storage=None,
         has_builtins=False,
         has_packed=False,
@@ -98,7 +95,7 @@ class World:
             max_in_flight,
             num_states,
         )
-        self.step = VerificationWindows(
+        self.step = Step(
             num_drafts=3,
             logits_indices=torch.arange(5, dtype=torch.int32),
             cu_num_logits=int32(3, 5),
@@ -106,7 +103,7 @@ class World:
             block_tables=[int32(*TABLE) for _ in is_staged],
             query_start_loc=int32(0, 3, 5),
             seq_lens=int32(8, 3),
-            lacks_seats=num_seats < 2,
+            drafts_of_requests=[2, 1],
         )
 
     @property
@@ -122,7 +119,7 @@ class World:
         self.manager.begin(self.step)
 
     def commit(self):
-        self.manager.commit(ALL_REJECTED)
+        self.manager.commit(self.step, ALL_REJECTED)
 
     def run(self):
         self.open()
@@ -174,7 +171,7 @@ def test_what_is_staged_lives_until_the_next_step_starts():
     world.manager.stage(step)
     del step
     assert all(life() is not None for life in lives)
-    world.commit()
+    world.manager.commit(world.manager.shadow.held, ALL_REJECTED)
     world.manager.start_step()
     assert all(life() is None for life in lives)
 
@@ -307,7 +304,8 @@ def test_windows_without_a_seat_that_cannot_be_logged_leave_no_counts():
 
 def test_guarantee_9_a_missed_log_of_windows_without_a_seat_is_counted():
     world = World(True, num_seats=1, strictness=Strict.NEVER)
-    assert not world.manager.stage(world.step)
+    world.manager.stage(world.step)
+    assert world.step.awaits_forward
     world.commit()
     world.check(State.IDLE, begin_missed=1)
     assert world.manager.counts is None

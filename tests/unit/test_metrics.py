@@ -25,8 +25,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 import vllm_nwor.metrics as metrics
 from vllm_nwor import commits
-from vllm_nwor.hooks import info, stats
 from vllm_nwor.base.wrap import HostMismatch
+from vllm_nwor.hooks import info, stats
 from vllm_nwor.hooks.ledger import LOGGERS, SCHEDULER
 from vllm_nwor.metrics import COUNTERS, FALLBACKS, SERIES, GroupInfo, NworPrometheus
 from vllm_nwor.report import StepPayload

@@ -20,13 +20,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from tests.unit.test_draft_manager import BLOCKS, ROW_BYTES, SLOTS, TABLE, World, int32
 from vllm_nwor import ops
 from vllm_nwor.config import Mode, Strict
-from vllm_nwor.transaction.draft_manager import NworError, State
 from vllm_nwor.hooks import runner as hooks
 from vllm_nwor.hooks import runner_v1, runner_v2
 from vllm_nwor.metrics import GroupInfo
 from vllm_nwor.ops import COUNTER_COLUMNS
 from vllm_nwor.report import MAX_UNREAD, NOTHING, Report
 from vllm_nwor.step import NumRejected
+from vllm_nwor.transaction.draft_manager import NworError, State
 
 INFOS = [GroupInfo(0, "stage", "cow", "because")]
 ZEROS = (0,) * 9
