@@ -145,7 +145,7 @@ REFUSED = [
 ]
 
 
-def test_a_library_that_cannot_serve_is_refused_in_words(tmp_path):
+def test_an_unusable_library_is_refused_with_the_reason(tmp_path):
     """Missing, none, beside a PyTorch that it cannot read tensors of, of another
     version; and a second copy, which would end the process."""
     command = [sys.executable, "-c", REFUSALS, str(tmp_path)]
