@@ -210,6 +210,16 @@ def test_cuda_library(monkeypatch, tmp_path):
     assert torch.cuda.is_available() or f"{library}: start-up: " in said[0]
 
 
+@pytest.mark.parametrize("archs", ["75", "90;8"])
+def test_gpus_that_the_kernels_do_not_run_on_are_refused(archs, tmp_path):
+    definitions = ["-DNWOR_CUDA=ON", f"-DNWOR_CUDA_ARCHS={archs}"]
+    definitions.append(f"-DTORCH_DIR={native.torch_dir()}")
+    command = [native.find_tool("cmake"), "-S", ROOT, "-B", tmp_path, *definitions]
+    done = subprocess.run(command, capture_output=True, text=True)
+    said = f"NWOR_CUDA_ARCHS has '{archs.split(';')[-1]}'; must be compute capabilities"
+    assert (done.returncode, said in done.stderr) == (1, True)
+
+
 def test_build_errors_name_the_problem(monkeypatch, tmp_path):
     monkeypatch.setenv("NWOR_CUDA", "maybe")
     with pytest.raises(native.NativeBuildError, match=r"'MAYBE'.* AUTO, ON, OFF"):
