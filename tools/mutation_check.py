@@ -1,24 +1,25 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Plants bugs in a copy of the tree, one at a time, and shows which test finds each.
+"""Plants bugs in a copy of the tree, one at a time, and reports which test finds each.
 
     python tools/mutation_check.py                    # all of them
     python tools/mutation_check.py --only int32_overflow
     python tools/mutation_check.py --json results/mutation_check.json [--selftest]
 
-A mutation (mutations.yml has them) replaces one piece of text, which must be there
-exactly once. The copy holds what git would see of the checkout; its native library is
-built there, too, again after each mutation (only what changed is compiled). The tests
-have to pass in the copy before the first mutation. The checkout stays as it is.
+A mutation (in mutations.yml) replaces one piece of text, which must be in its file
+exactly once. The copy has the files of the checkout that git does not ignore. The
+native library is built in the copy, again after each mutation (only changed files are
+compiled). The tests have to pass in the copy before the first mutation. The checkout is
+not changed.
 
 Caught means: pytest names a test that failed. A test run that ends otherwise (a crash,
 a mutation that does not compile) is an error, not a catch. Exit status: 0 all caught;
-1 one survived, or an error. --selftest: the audit's self-test must name a fault that it
-missed because that check was removed; in the file, a result in the result.
+1 one survived, or an error. --selftest: the audit's self-test must name the fault that
+it missed because a check was removed; the JSON file has this as `selftest`.
 
---cuda: what only the kernels of shadow blocks have, and of the log's what it leaves to
-them. `build` makes a library for each,
-`run` tries those on a GPU (tools/gpu/README.md). Not covered: all other CUDA kernels.
+--cuda: mutations of the CUDA kernels of shadow blocks, and of the log kernel where it
+leaves drafts to them. `build` makes a library for each, `run` tests these on a GPU
+(tools/gpu/README.md). All other CUDA kernels have no mutations.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ assert max(layers().values()) == 1
     )
 
 
-def test_the_package_beside_it_stands_for_the_trees(patched: Path) -> None:
+def test_the_installed_package_uses_the_modules_of_the_tree(patched: Path) -> None:
     """A callback gets to where the hooks look; the doctor looks at what is used."""
     printed = run(
         patched,
@@ -113,8 +113,8 @@ print("status", vllm_nwor.doctor.main())
         VLLM_NWOR_MODE="cow",
     )
     assert printed[-2:] == ["problems: 0", "status 0"]
-    (told,) = (line for line in printed if line.startswith("  vllm-nwor"))
-    assert told.endswith(f", {patched / 'vllm' / 'v1' / 'nwor'}")
+    (line,) = (line for line in printed if line.startswith("  vllm-nwor"))
+    assert line.endswith(f", {patched / 'vllm' / 'v1' / 'nwor'}")
 
 
 @pytest.mark.slow

@@ -1442,7 +1442,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("op", "number", "change", "said"), REFUSED)
-def test_what_makes_no_sense_is_refused(device, op, number, change, said):
+def test_invalid_arguments_are_refused(device, op, number, change, said):
     world = prefilled()
     world.audit._ops = copy.copy(world.audit._ops)
     called = getattr(world.audit._ops, f"audit_{op}")
@@ -1462,7 +1462,7 @@ def test_what_makes_no_sense_is_refused(device, op, number, change, said):
 
 
 @pytest.mark.parametrize("budget", [0, EVERYTHING])
-def test_what_is_reserved_is_enough(device, budget):
+def test_the_reserved_memory_is_enough(device, budget):
     shape = GroupShape(0, N, N, NUM_BLOCKS, 8, num_stored=5)
     sizes = 4, 64, budget > 0
     size = num_bytes(shape, NUM_LAYERS, *sizes)

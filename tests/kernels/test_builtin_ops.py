@@ -83,7 +83,7 @@ def test_dtypes_have_pytorchs_names(dtype):
     assert str(by_class.value) == said
 
 
-def test_none_is_returned_and_not_used_up():
+def test_none_is_returned_with_a_reference():
     calls = Calls(CPU)
     references = sys.getrefcount(None)
     for _ in range(10_000):
@@ -154,7 +154,7 @@ def test_the_classes_do_what_the_ops_do(device, kinds, form):
     assert step.windows()[0].num_drafts == 3
 
 
-def test_what_is_staged_ends_once(device):
+def test_a_staged_step_ends_once(device):
     """And where stage fails nothing is, whatever the step before has left."""
     step = ByClasses(device, [[layout_for(PAGES)]], PAGES)
     step.load(EXAMPLE)
@@ -196,7 +196,7 @@ def test_a_slot_is_one_of_the_ring(device, slot):
         step.known["LoggedLayers", 0].restore(*accepted, 3, slot)
 
 
-def test_a_class_keeps_what_it_is_made_of(device):
+def test_a_class_keeps_its_tensors(device):
     step = ByClasses(device, [[nhd()]], capacity=3)
     step.load(drafts_in((3, 4), (20,), accepted=(1, 0)))
     step.check(LOG)

@@ -7,6 +7,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -145,7 +147,7 @@ REFUSED = [
 ]
 
 
-def test_a_library_that_cannot_serve_is_refused_in_words(tmp_path):
+def test_an_unusable_library_is_refused_with_the_reason(tmp_path):
     """Missing, none, beside a PyTorch that it cannot read tensors of, of another
     version; and a second copy, which would end the process."""
     command = [sys.executable, "-c", REFUSALS, str(tmp_path)]
@@ -155,6 +157,15 @@ def test_a_library_that_cannot_serve_is_refused_in_words(tmp_path):
     lines = done.stdout.splitlines()
     for pattern, line in zip(REFUSED, lines, strict=True):
         assert re.fullmatch(pattern.format(*places), line), line
+
+
+def test_a_gpu_without_code_is_refused(monkeypatch):
+    library = SimpleNamespace(cuda_build="13000 800,900,1000")
+    library.load_kernels = Mock(side_effect=RuntimeError("no kernel image"))
+    monkeypatch.setattr(ops, "load", lambda device_type: library)
+    said = "no kernel image. It was built for sm_80, sm_90, sm_100, and NWOR needs a"
+    with pytest.raises(ops.NworOpsUnavailable, match=f"{said} GPU of sm_80 or newer"):
+        ops.load_builtins(torch.device("cuda", 0))
 
 
 def test_an_unknown_device_type_is_refused():

@@ -148,7 +148,7 @@ FORMS = [
 @families
 @pytest.mark.sanitizer
 @pytest.mark.parametrize(("tables", "form"), FORMS)
-def test_what_is_rejected_leaves_no_byte(device, family, tables, form):
+def test_rejected_drafts_leave_no_byte(device, family, tables, form):
     skip_if_packed(tables in ("packed", "interleaved"), device)
     check_example(family, device, *TABLES[tables], form=form)
 
@@ -461,7 +461,7 @@ HISTORIES = {
 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("history", HISTORIES)
-def test_what_a_shadow_has_already(device, history):
+def test_rows_that_a_shadow_has_already(device, history):
     steps, copied = HISTORIES[history]
     layouts = [[layout_for(LIFE_PAGES, kind, **FEW)] for kind in (nhd, hnd)]
     step = Step(device, layouts, LIFE_PAGES)

@@ -204,7 +204,7 @@ def of_ops(table):
 
 
 @pytest.mark.parametrize(("op", "name", "change", "said"), of_ops(REFUSED))
-def test_what_is_refused_and_what_is_said(device, op, name, change, said):
+def test_refused_arguments_are_named(device, op, name, change, said):
     calls = Calls(device)
     good = calls.arguments[op][name]
     if name == "seat_of_state":
@@ -308,7 +308,7 @@ for op, size in ((LOG, 16), (STAGE, 4), (COMMIT, 4)):
 
 
 @pytest.mark.parametrize(("op", "name", "change", "said"), VALUES)
-def test_values_on_the_cpu(op, name, change, said):
+def test_refused_values_are_named_on_the_cpu(op, name, change, said):
     calls = Calls(CPU, column_major if name == "runs" else nhd)
     calls.refuses(op, said, **{name: change(calls.arguments[op][name])})
 
