@@ -305,7 +305,7 @@ def _attributes(runner: str) -> tuple[Change, ...]:
         Change(runner, "nwor_state", "the manager and the audit", UNWRAPPED),
         Change(runner, "nwor_log_storage", "memory of the undo log", MEMORY_ANNOUNCED),
         Change(runner, "nwor_audit_storage", "its memory", MEMORY_ANNOUNCED, True),
-        Change(runner, "nwor_audit", "the audit, for other threads", UNWRAPPED, True),
+        Change(runner, "nwor_audit", "for hooks on other classes", UNWRAPPED, True),
         Change(
             runner,
             "nwor_ended_audit",
