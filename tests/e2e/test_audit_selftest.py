@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m vllm_nwor.audit --selftest`, as an operator runs it."""
 
-from __future__ import annotations
-
 import re
 import resource
 import subprocess

@@ -7,8 +7,6 @@ the worker at that moment. Engines that continue: tests/e2e/test_fault_points.py
 covered: faults inside a kernel, which end the process.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -6,8 +6,6 @@ same bytes. A connector that exports the partial last block of a request: with p
 vLLM it exports rejected drafts, with NWOR it does not.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest
