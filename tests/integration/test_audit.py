@@ -220,7 +220,7 @@ def bare_names(keys: tuple[Any, ...]) -> tuple[Any, ...]:
 # How "theirs" differs from "mine"; the keys, and the tokens found with them.
 SETS_APART = {
     "salt": (texts_alone, 64),
-    "salt, beside a connector": (texts_alone, 64),
+    "salt, with a connector": (texts_alone, 64),
     "adapter": (texts_alone, 64),
     "adapter of the same name": (bare_names, 64),
     # vLLM has the salt in the first block's key only.
@@ -236,7 +236,9 @@ def test_a_wrongly_shared_block_of_the_same_text_is_found(
     """Also with an unknown KV connector: the scheduler knows which part of a prefix was
     in the cache."""
     keys, num_found = SETS_APART[kind]
-    fixture = "connected" if "beside" in kind else "sees" if kind == "image" else None
+    fixture = (
+        "connected" if "connector" in kind else "sees" if kind == "image" else None
+    )
     engine: Engine = request.getfixturevalue(fixture or "audited")
     requests = alike({"salt": "a"}, {"salt": "b"})
     if "adapter" in kind:

@@ -114,7 +114,7 @@ ENDED.append(replace(ENDED[0], name="aborted", max_tokens=99, abort_at=9))
 
 
 def published_by(mode: str, truth: dict[str, list[int]]) -> list[Published]:
-    """Runs each of ENDED alone, on caches filled anew."""
+    """Runs each of ENDED alone, with freshly filled caches."""
     engine = Engine(mode, kv_transfer_config=TAILS)
     ScriptedDrafter(truth, mixture).attach(engine.runner)
     layers = engine.probe.target_layers()

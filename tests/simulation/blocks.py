@@ -138,7 +138,7 @@ class Blocks:
         for blocks in request.blocks:
             for block in blocks:
                 self.references[block] -= 1
-                assert self.references[block] >= 0, f"block {block} is nobody's"
+                assert self.references[block] >= 0, f"block {block} is not in use"
             freed = [block for block in blocks[::-1] if self.references[block] == 0]
             at_front = [b for b in freed if self.is_lifo and b not in self.key_of]
             self.free.extendleft(reversed(at_front))

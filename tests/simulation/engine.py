@@ -285,7 +285,7 @@ class Engine:
         self._check_reads(step)
         self.check_bytes("guarantee 2 (begin changed the cache)")
         for guard in (self.memory[:GUARD_BYTES], self.memory[-GUARD_BYTES:]):
-            require_same("memory beside the log", set(guard.tolist()), {LOG_GUARD})
+            require_same("memory around the log", set(guard.tolist()), {LOG_GUARD})
         return raised
 
     def _plan(self, step: Step, fault: Fault) -> list[str]:

@@ -502,11 +502,11 @@ def test_a_step_that_fails(is_staged, what, fallbacks, error):
         if what.startswith("drafter"):
             raise error
 
-    told, looks = None, []
+    counted, looks = None, []
     with pytest.raises(type(error)) if "raises" in what else nullcontext() as raised:
         runner.execute(forward)
         if what != "nothing is sampled":
-            told, _ = runner.sample_tokens(sampler)
+            counted, _ = runner.sample_tokens(sampler)
 
     if raised:
         assert raised.value is error
@@ -517,11 +517,11 @@ def test_a_step_that_fails(is_staged, what, fallbacks, error):
         assert runner.look() == REAL
     runner.execute(lambda: looks.append(runner.look()))
     assert looks == [REAL]
-    told = told or runner.sample_tokens(lambda: None)[0]
+    counted = counted or runner.sample_tokens(lambda: None)[0]
     runner.world.check(State.IDLE, **fallbacks)
     counts = [0] * 9
     counts[COUNTER_COLUMNS.index("invalid_slots")] = fallbacks.get("begin_missed", 0)
-    assert told == ((tuple(counts), fallbacks, []) if fallbacks else None)
+    assert counted == ((tuple(counts), fallbacks, []) if fallbacks else None)
 
 
 @pytest.mark.parametrize(
