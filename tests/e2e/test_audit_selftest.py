@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m vllm_nwor.audit --selftest`, as an operator runs it."""
 
-from __future__ import annotations
-
 import re
 import resource
 import subprocess
@@ -75,7 +73,7 @@ def test_a_selftest_that_cannot_run_says_why_in_one_line(tmp_path):
 def test_a_finding_must_match_the_planted_fault_in_every_field():
     writer = Writer("one-1", 1, 1)
     finding = Finding("changed", 0, "layer", 1, 0, 5, 0, None, writer, 2, "0x0", "0x1")
-    nobody = replace(writer, request=None)
+    unknown = replace(writer, request=None)
 
     def matches(expected: Expected, **changes: Any) -> bool:
         return expected.matches(replace(finding, **changes), [5], ["other", "layer"])
@@ -87,8 +85,8 @@ def test_a_finding_must_match_the_planted_fault_in_every_field():
     assert not matches(expected, layer="other")
     assert not matches(expected, layer=None)
     assert not matches(expected, writer=replace(writer, request="two-1"))
-    assert not matches(expected, writer=nobody)
+    assert not matches(expected, writer=unknown)
     nothing = Expected("changed", None, None)
-    assert matches(nothing, layer=None, writer=nobody)
+    assert matches(nothing, layer=None, writer=unknown)
     assert not matches(nothing, layer=None)
-    assert not matches(nothing, writer=nobody)
+    assert not matches(nothing, writer=unknown)

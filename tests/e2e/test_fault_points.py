@@ -7,8 +7,6 @@ the metrics; VLLM_NWOR_STRICT raises instead. Not covered: faults inside a kerne
 end the process; CUDA and sleep mode (tests/gpu/test_faults.py, test_sleep.py).
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator

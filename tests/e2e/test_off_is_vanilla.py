@@ -7,8 +7,6 @@ comparison that finds no change in the first two cases must see the changes of t
 others.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

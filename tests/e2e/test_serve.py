@@ -9,8 +9,6 @@ guarantee 7 must hold over all of them. Not covered: asynchronous scheduling, wh
 CPU platform switches off.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

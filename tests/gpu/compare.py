@@ -14,8 +14,6 @@ itself, which prove nothing. "unmet": rows in which plain vLLM ends a request wi
 error, so that they lack what they need. Imports neither torch nor vLLM.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 """Marks this folder's tests `gpu`, so that they are deselected without a GPU
 (tests/conftest.py); the fixtures that start engines."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

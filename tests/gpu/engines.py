@@ -11,8 +11,6 @@ MATRIX covers every pair of values of the five factors that vLLM 0.26 allows tog
 Imports neither torch nor vLLM.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Two runs make the same batches; each batch is recorded, so that a difference sho
 Workers are reached by collective_rpc only, as tensor parallel engines require.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -8,8 +8,6 @@ size 64 for FlashAttention, DeepSeek's 512 + 64 for MLA, without mixtures of exp
 (all layers come before first_k_dense_replace).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

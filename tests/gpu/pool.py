@@ -7,8 +7,6 @@ process that exceeds its time limit is stopped with all its children; one that d
 leaves the last state of its report, and the end of its log.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -6,8 +6,6 @@ written to OUT as JSON after each row, so that a process that dies leaves its la
 state. Exit status 0: the job ended; the tests judge the report.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

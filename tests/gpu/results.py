@@ -6,8 +6,6 @@ were not run again are kept. NWOR_GPU_RESULTS names the folder; without it nothi
 written.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

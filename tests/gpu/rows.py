@@ -9,8 +9,6 @@ time.
 Imports neither torch nor vLLM.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ with the OffloadingConnector and NWOR off, the fault of vLLM issue 54193 is foun
 vLLM without that fault gets it patched in; one with it is patched for the control.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.gpu.engines import BY_NAME, EngineSpec

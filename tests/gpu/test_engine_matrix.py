@@ -10,8 +10,6 @@ Not covered: pipeline parallelism (refused), block copies (full attention makes 
 FLASHINFER (not installed on the test machines).
 """
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any

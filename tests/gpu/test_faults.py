@@ -7,8 +7,6 @@ the worker at that moment. Engines that continue: tests/e2e/test_fault_points.py
 covered: faults inside a kernel, which end the process.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -102,8 +100,8 @@ def test_an_op_that_fails_loses_nothing(runs, engine, what):
     assert look["drafts"] > 4
     assert found["fallbacks"] == dict.fromkeys(reasons, 1)
     counters = found["counters"]
-    told = {name: n for name, n in counters.items() if n and "fallbacks" in name}
-    assert told == {f"nwor_fallbacks/{reason}": 1 for reason in reasons}
+    counted = {name: n for name, n in counters.items() if n and "fallbacks" in name}
+    assert counted == {f"nwor_fallbacks/{reason}": 1 for reason in reasons}
     assert counters["nwor_breaches"] == 0
     (watch,) = found["watch"]
     assert set(watch["violations_by_kind"]) <= kinds

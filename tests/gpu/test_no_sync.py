@@ -6,8 +6,6 @@ profiles twice, so that plain vLLM is first compared with itself. Also:
 VLLM_GPU_SYNC_CHECK=error, if plain vLLM passes it, and JIT compilation after start-up.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from typing import Any

@@ -6,8 +6,6 @@ The poison of VLLM_NWOR_ON_REJECT must change no output; the effect of a NaN is 
 (docs/audit.md, "Poison"). Filling one written slot per step must change outputs.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

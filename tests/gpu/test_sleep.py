@@ -9,8 +9,6 @@ Not covered: reload_weights (weights are written in place), quantized caches, se
 ranks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 """GpuTestExtension: methods of vLLM's worker that the GPU tests call by collective_rpc,
 on engines in this process and with several workers. They return plain data."""
 
-from __future__ import annotations
-
 import math
 import re
 import zlib

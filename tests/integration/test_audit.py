@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV audit on real engines: nothing in clean runs, and what is planted is found.
+"""The KV audit on real engines: no finding in correct runs, and planted faults are
+found.
 
-Clean runs are those of the byte oracle (chunked prefill, preemption, prefix hits,
-aborts), at 100 % of the bytes; in modes cow and stage test_byte_oracle.py has most of
-them. One fault is planted from outside: into the cache tensor, by the packing rules of
-tests/helpers/byte_map.py, which know nothing of the audit's layouts. The self-test
-(tests/e2e/test_audit_selftest.py) plants many more, and what ends the audit is in
-tests/kernels/test_audit.py.
+Correct runs have the requests of the byte oracle, with all bytes compared; more of them
+in modes cow and stage: test_byte_oracle.py. Bits are flipped in the cache tensor by the
+packing rules of tests/helpers/byte_map.py, which are independent of the audit. More
+planted faults: tests/e2e/test_audit_selftest.py, tests/kernels/test_audit.py.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ def found(engine: Engine) -> list[Finding]:
     return list(engine.audit.findings.last)
 
 
-# --- clean runs -----------------------------------------------------------------------
+# --- correct runs ---------------------------------------------------------------------
 
 CASES = {
     "draft_model": METHODS["draft_model"],
-    # Prompts are prefilled whole, and their prefixes not cached.
+    # Without chunked prefill and prefix caching.
     "mla": MODELS["DeepSeek V2, multi-head latent attention"],
     "no speculation": lambda: Case({"speculative_config": None}),
 }
@@ -68,9 +67,9 @@ CLEAN = [
 
 
 @pytest.mark.parametrize(("mode", "name"), CLEAN)
-def test_a_clean_run_has_no_finding(mode: str, name: str) -> None:
-    """A draft model's layers lie in the target's group and are written behind commit:
-    they are not audited, and what they do to their own caches is no finding."""
+def test_a_correct_run_has_no_finding(mode: str, name: str) -> None:
+    """A draft model's layers are in the target's group and written after commit: they
+    are not audited."""
     if name in CASES:
         case = CASES[name]()
         blocks = {"num_gpu_blocks_override": 32 if name == "mla" else 16}
@@ -89,18 +88,18 @@ def test_a_clean_run_has_no_finding(mode: str, name: str) -> None:
         result = engine.run(REQUESTS)
     assert result.num_preemptions > 0
     assert (sum(result.cached.values()) > 0) == (name != "mla")
-    # A name is used again.
+    # A request id is used again.
     engine.run([Request("short", prompt(2, 3), 60, abort_at=9)])
     engine.run([Request("short", prompt(12, 40), 30), REQUESTS[0]])
     assert found(engine) == []
     assert engine.audit.audit.totals()["contents"] > 20_000
 
 
-def test_blocks_below_the_window_of_layers_of_several_sizes_are_given_back(
+def test_a_window_over_layers_of_different_sizes(
     tmp_path: Path,
 ) -> None:
-    """Target and draft model have one window, and heads that differ: vLLM's workers
-    have a spec for each of their group's layers."""
+    """Target and draft model have the same window and different heads: vLLM's workers
+    have a spec per layer of the group, and free blocks below the window."""
     window = {"layer_types": ["sliding_attention"] * 4, "sliding_window": 64}
     config = json.loads(Path(model_path("tiny-llama-draft"), "config.json").read_text())
     draft = config | window | {"num_hidden_layers": 4, "num_key_value_heads": 1}
@@ -121,8 +120,9 @@ def test_blocks_below_the_window_of_layers_of_several_sizes_are_given_back(
 # --- planted faults -------------------------------------------------------------------
 
 
-def test_what_is_below_a_window_is_watched_where_vllm_keeps_it() -> None:
-    """Without its hybrid manager windows lie in one group with full attention."""
+def test_slots_below_a_window_are_audited_if_vllm_keeps_them() -> None:
+    """Without the hybrid manager windowed layers are in one group with full
+    attention."""
     arguments = {"model": "tiny-gemma3", "disable_hybrid_kv_cache_manager": True}
     engine = Engine("off", EVERYTHING, **arguments)
     expected: list[Any] = []
@@ -139,14 +139,13 @@ def audited() -> Engine:
 
 
 def flip(engine: Engine) -> tuple[str, str, int, str]:
-    """Changes a bit of a committed slot, by the packing rules of byte_map.py; returns
-    what has to be found."""
+    """Flips a bit of a committed slot; returns the expected finding."""
     place = OracleExtension.test_flip_bit(SimpleNamespace(model_runner=engine.runner))
     owner = request_name(engine.runner.input_batch.req_ids[0])
     return "changed", place["layer"], place["slot"], owner
 
 
-def test_one_bit_in_the_cache_is_found_where_it_is_and_counted(audited: Engine) -> None:
+def test_a_flipped_bit_is_found_at_its_place_and_counted(audited: Engine) -> None:
     def metrics() -> dict[tuple[str, str | None], int]:
         return {
             (metric.name, metric.labels.get("class")): metric.value
@@ -167,27 +166,27 @@ def test_one_bit_in_the_cache_is_found_where_it_is_and_counted(audited: Engine) 
         for f in found(audited)
     ]
     rise = {key: value for key, value in metrics().items() if value}
-    # Steps are reported in lots, and at once where something was found.
+    # Steps are reported in batches, and at once with a finding.
     assert 12 <= rise.pop(("vllm:nwor_audit_steps", None)) < 40
     assert rise == {("vllm:nwor_audit_findings", "changed"): 1}
 
 
 @pytest.fixture(scope="module")
 def connected() -> Engine:
-    """With a KV connector that nothing is known of, and that loads nothing."""
+    """With an unknown KV connector, which loads nothing."""
     arguments = {"enable_prefix_caching": True, "kv_transfer_config": IDLE}
     return Engine("off", EVERYTHING, **arguments, speculative_config=None)
 
 
 @pytest.fixture(scope="module")
 def sees() -> Engine:
-    """Of images, and of prompts that are embeddings."""
+    """Takes images, and prompts of embeddings."""
     arguments = FEW_BLOCKS | {"enable_prompt_embeds": True}
     return Engine("off", EVERYTHING, "tiny-blip2", **arguments)
 
 
 def alike(mine: dict[str, Any], theirs: dict[str, Any]) -> list[Request]:
-    """Three requests of one text, which share blocks if nothing else is different."""
+    """Three requests of one text, which share blocks if nothing else differs."""
     return [
         Request("mine", prompt(77, 80), 8, **mine),
         Request("again", prompt(77, 80), 8, at=12, **mine),
@@ -197,7 +196,7 @@ def alike(mine: dict[str, Any], theirs: dict[str, Any]) -> list[Request]:
 
 @contextmanager
 def other_keys(of: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Iterator[None]:
-    """A prefix cache that tells blocks apart by this of vLLM's own keys."""
+    """The prefix cache uses this function of vLLM's keys."""
     own = kv_cache_utils.generate_block_hash_extra_keys
 
     def bent(*args: Any) -> tuple[Any, int]:
@@ -214,14 +213,14 @@ def texts_alone(keys: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def bare_names(keys: tuple[Any, ...]) -> tuple[Any, ...]:
-    """As vLLM 0.26.0 and 0.29.0: an adapter's name, or a salt, and not which."""
+    """As vLLM 0.26.0 and 0.29.0, which do not distinguish an adapter from a salt."""
     return tuple(key[1] for key in keys)
 
 
-# What sets "theirs" apart from "mine"; the keys, and tokens that are found by them.
+# How "theirs" differs from "mine"; the keys, and the tokens found with them.
 SETS_APART = {
     "salt": (texts_alone, 64),
-    "salt, beside a connector": (texts_alone, 64),
+    "salt, with a connector": (texts_alone, 64),
     "adapter": (texts_alone, 64),
     "adapter of the same name": (bare_names, 64),
     # vLLM has the salt in the first block's key only.
@@ -231,13 +230,15 @@ SETS_APART = {
 
 
 @pytest.mark.parametrize("kind", SETS_APART)
-def test_a_block_of_the_same_text_that_is_not_to_be_shared_is_found(
+def test_a_wrongly_shared_block_of_the_same_text_is_found(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Also beside a KV connector that nothing is known of: the scheduler knows how much
-    of a prefix was found in the cache, and not loaded."""
+    """Also with an unknown KV connector: the scheduler knows which part of a prefix was
+    in the cache."""
     keys, num_found = SETS_APART[kind]
-    fixture = "connected" if "beside" in kind else "sees" if kind == "image" else None
+    fixture = (
+        "connected" if "connector" in kind else "sees" if kind == "image" else None
+    )
     engine: Engine = request.getfixturevalue(fixture or "audited")
     requests = alike({"salt": "a"}, {"salt": "b"})
     if "adapter" in kind:
@@ -245,7 +246,7 @@ def test_a_block_of_the_same_text_that_is_not_to_be_shared_is_found(
         model = model_path("tiny-llama")
         adapters = [lora(tmp_path, n, model, name) for n in (1, 2)]
         requests = alike(*({"lora": adapter} for adapter in adapters))
-        # The same one under another number is not another one.
+        # The same adapter under another number.
         again = LoRARequest(adapters[0].name, 3, adapters[0].path)
         requests[1] = replace(requests[1], lora=again)
     if "of its name" in kind:
@@ -275,9 +276,9 @@ def test_a_block_of_the_same_text_that_is_not_to_be_shared_is_found(
     assert engine.audit.audit.totals()["unverified"] == unverified
 
 
-def test_a_clean_run_of_texts_with_images_has_no_finding(sees: Engine) -> None:
-    """One text with two images, and without one. They are prefilled in chunks, and
-    preempted; some find the text with their image, or their own text again."""
+def test_a_correct_run_with_images_has_no_finding(sees: Engine) -> None:
+    """One text with two images, and without one; chunked prefill, preemption and prefix
+    hits."""
     colours = [(200, 0, 0), (200, 0, 0), (0, 0, 200), None]
     requests = [
         Request(f"{n}", prompt(30, 80) + prompt(n, 9), 60, at=9 * n, image=of)
@@ -296,8 +297,8 @@ def test_a_clean_run_of_texts_with_images_has_no_finding(sees: Engine) -> None:
     assert after["contents"] > before["contents"] + 20_000
 
 
-def test_what_a_prompt_of_embeddings_finds_is_unverified(sees: Engine) -> None:
-    """vLLM's workers do not know their hashes. Right or wrong, it is counted."""
+def test_prefix_hits_of_embeddings_are_unverified(sees: Engine) -> None:
+    """vLLM's workers do not know their hashes: right or wrong, they are counted."""
     draw = torch.Generator().manual_seed(0)
     width = sees.runner.model_config.get_hidden_size()
     one, other = torch.randn((2, 80, width), generator=draw).bfloat16()
@@ -321,9 +322,9 @@ def test_what_a_prompt_of_embeddings_finds_is_unverified(sees: Engine) -> None:
 # --- streaming sessions ---------------------------------------------------------------
 
 
-def test_a_sessions_own_text_is_known_beside_a_connector(connected: Engine) -> None:
-    """Its second turn finds it where the first one left it: nothing is looked up. One
-    bit of it changed in between."""
+def test_a_sessions_text_is_verified_with_a_connector(connected: Engine) -> None:
+    """The second turn continues in the first one's blocks. A bit is flipped in
+    between."""
     connected.audit.findings.last.clear()
     before = connected.audit.audit.totals()
     session = Session(connected, "session")
@@ -344,11 +345,11 @@ def test_a_sessions_own_text_is_known_beside_a_connector(connected: Engine) -> N
     assert after["unverified"] == before["unverified"]
 
 
-def test_a_key_of_a_token_that_a_sessions_next_turn_replaced_is_found(
+def test_a_stale_block_key_of_a_session_is_found(
     connected: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM up to 0.29 keeps the key of a block whose last token it drops when more
-    input comes: a request of the text with that token finds another one's block."""
+    input comes: a request with that token gets another text's block."""
     update = Scheduler._update_request_as_session
 
     class Kept(list):  # type: ignore[type-arg]
@@ -379,12 +380,12 @@ def test_a_key_of_a_token_that_a_sessions_next_turn_replaced_is_found(
 
 
 @pytest.mark.parametrize("mode", ["off", "cow", "stage"])
-def test_turns_that_end_within_accepted_drafts_are_those_that_it_names(
+def test_turns_that_end_within_accepted_drafts_are_found(
     mode: str, audited: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM 0.32 counts accepted drafts behind a turn's end as computed, and does not
-    compute the next turn's input there: it attends to the drafts. Nothing is found in
-    the other sessions, nor in any without drafts."""
+    """vLLM 0.32 counts accepted drafts behind a turn's end as computed, so that the
+    next turn attends to them. There is no finding in other sessions, or without
+    drafts."""
     engine = audited if mode == "off" else Engine(mode, EVERYTHING)
     engine.audit.findings.last.clear()
     plans = list(itertools.product(range(2, 13), (0, 1, 2, 4)))
@@ -417,13 +418,13 @@ def test_turns_that_end_within_accepted_drafts_are_those_that_it_names(
     wrong = found(engine)
     assert {request_name(finding.owner or "") for finding in wrong} == corrupt
     assert {finding.kind for finding in wrong} <= {"wrong_prefix"}
-    # vLLM 0.33 takes such drafts off again.
+    # vLLM 0.33 has fixed it.
     is_mended = not corrupt and Version(vllm.__version__) >= Version("0.33")
     assert is_mended or corrupt == by_arithmetic
 
 
 class FailingLoads(Idle):
-    """Brings two blocks of each prompt within the step, and fails."""
+    """Announces two blocks of each prompt, and fails within the step."""
 
     failed: set[int] = set()
 
@@ -441,7 +442,7 @@ class FailingLoads(Idle):
 def test_a_load_that_fails_within_its_step_is_no_finding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM computes its blocks in the next one; until then they hold another text."""
+    """vLLM computes its blocks in the next step; until then they hold another text."""
     transfers = IDLE | {"kv_connector": "FailingLoads"}
     transfers |= {"kv_connector_module_path": __name__}
     policy = {"kv_load_failure_policy": "recompute"}
@@ -457,7 +458,7 @@ def test_a_load_that_fails_within_its_step_is_no_finding(
     assert engine.run(requests).tokens == result.tokens
 
 
-def test_raise_keeps_the_tokens_and_the_file_is_whole(tmp_path: Path) -> None:
+def test_mode_raise_ends_the_step_and_the_file_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "findings.json"
     settings = EVERYTHING | {"AUDIT": "raise", "AUDIT_FILE": str(path)}
     engine = Engine("cow", settings)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The audit beside vLLM's OffloadingConnector, on the CPU with a spec of our own.
+"""The audit with vLLM's OffloadingConnector, on the CPU
+(tests/helpers/host_offloading.py).
 
-The mend of vLLM issue 54193 (tests/helpers/offloading_fault.py) is taken out again.
+Some tests put vLLM issue 54193 back (tests/helpers/offloading_fault.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.integration.test_audit import found
 from tests.integration.test_byte_oracle import EVERYTHING, prompt
 from vllm_nwor.audit import offloading
 
-# Prompt and answer fill two blocks; the last slot is the final token's.
+# Prompt and answer fill two blocks; the last slot belongs to the final token.
 FIRST = [
     Request(f"first{n}", prompt(n, 40 + n), 2 * BLOCK_SIZE - 40 - n) for n in range(4)
 ]
@@ -33,7 +34,7 @@ FILLER = [Request("filler", prompt(50, 10), 12)]
 
 
 def stored(**arguments: Any) -> tuple[Engine, list[Request]]:
-    """An engine whose host has the texts of FIRST, and requests that load them."""
+    """An engine that has stored the texts of FIRST, and requests that load them."""
     arguments |= {"kv_transfer_config": CONNECTOR, "enable_prefix_caching": True}
     engine = Engine("off", EVERYTHING, **arguments)
     if engine.llm.vllm_config.speculative_config is not None:
@@ -47,7 +48,7 @@ def stored(**arguments: Any) -> tuple[Engine, list[Request]]:
 
 
 def load(engine: Engine, later: list[Request]) -> int:
-    """Runs them; returns how many slots were loaded since there is the engine."""
+    """Runs the requests; returns how many slots the engine has loaded so far."""
     before = HostSpec.last.num_loaded
     engine.llm.reset_prefix_cache()
     engine.run(later)
@@ -57,8 +58,8 @@ def load(engine: Engine, later: list[Request]) -> int:
 
 @contextmanager
 def untold() -> Iterator[None]:
-    """The audit knows nothing of the connector but what the scheduler does: how much of
-    what a request found was not in the cache."""
+    """The audit's adapter for the connector is off: it knows only, from the scheduler,
+    how much of a request's prefix was not in the cache."""
     nothing: Any = {"is_hooked": lambda: False, "watch": lambda runner: None}
     with mock.patch.multiple(offloading, **nothing):
         yield
@@ -71,25 +72,25 @@ def adapter(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("changes", [{}, {"speculative_config": None}])
-def test_stores_and_loads_of_a_mended_vllm_are_no_findings(
+def test_correct_stores_and_loads_are_no_findings(
     adapter: str, changes: dict[str, Any]
 ) -> None:
     engine, later = stored(**changes)
     num_loaded = load(engine, later)
     assert engine.audit.audit.loads.name == {"adapter": "KNOWN"}.get(adapter, "UNKNOWN")
     assert found(engine) == []
-    # What came back is what was stored; where that is not known, it is counted.
+    # Loaded bytes are compared with the stored ones, or counted as unverified.
     totals = engine.audit.audit.totals()
     known = (totals["returned"], totals["unverified"])
     assert known == ((num_loaded, 0) if adapter == "adapter" else (0, num_loaded))
 
 
 @pytest.mark.parametrize("speculates", [True, False])
-def test_a_chunk_with_a_slot_that_is_not_committed_is_named_when_it_is_stored(
+def test_storing_a_chunk_with_an_uncommitted_slot_is_found(
     speculates: bool,
 ) -> None:
-    """It holds the request's own draft, which was rejected; without speculation it was
-    never written."""
+    """The slot has the request's rejected draft; without speculation it was never
+    written."""
     changes = {} if speculates else {"speculative_config": None}
     with final_slots(are_stored=True):
         engine, later = stored(**changes)
@@ -104,7 +105,7 @@ def test_a_chunk_with_a_slot_that_is_not_committed_is_named_when_it_is_stored(
     assert writers == (names if speculates else {""})
 
 
-def test_a_load_that_writes_nothing_is_named(
+def test_a_load_that_writes_nothing_is_found(
     adapter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(HostWorker, "bring", lambda worker, block, chunk: None)
@@ -114,7 +115,7 @@ def test_a_load_that_writes_nothing_is_named(
 
 
 def flipped_byte(worker: HostWorker, block: int, chunk: int) -> None:
-    """On the host, since it was stored."""
+    """A byte changed on the host."""
     saved = worker.chunks[chunk]
     whole = saved[1].clone()
     saved[1].view(-1)[100] ^= 1
@@ -127,15 +128,15 @@ def another_chunk(worker: HostWorker, block: int, chunk: int) -> None:
 
 
 def late_write(worker: HostWorker, block: int, chunk: int) -> None:
-    """The step before has written to one layer of the block when the load was through,
-    as where a load does not wait for it."""
+    """The previous step writes to one layer of the block after the load, as if the load
+    did not wait."""
     stale = worker.tensors[2][block].clone()
     bring(worker, block, chunk)
     worker.tensors[2][block] = stale
 
 
 bring = HostWorker.bring
-# How many layers are wrong, from which one, and how many slots.
+# The number of wrong layers, the first of them, and the number of wrong slots.
 FAULTS = {
     flipped_byte: (1, 1, 1),
     another_chunk: (4, 0, BLOCK_SIZE),
@@ -143,7 +144,7 @@ FAULTS = {
 }
 
 
-def test_a_load_that_brings_other_bytes_than_were_stored_is_named(
+def test_a_load_of_other_bytes_than_were_stored_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, later = stored()
@@ -179,8 +180,8 @@ def test_a_load_that_brings_other_bytes_than_were_stored_is_named(
     assert engine.audit.audit.totals()["unverified"] == 0
 
 
-def test_preempted_requests_come_back_as_they_were_stored() -> None:
-    """Their blocks went to others meanwhile, again and again."""
+def test_preempted_requests_are_loaded_as_they_were_stored() -> None:
+    """Their blocks are reused in between."""
     engine, _ = stored(num_gpu_blocks_override=18, speculative_config=None)
     before = HostSpec.last.num_loaded
     engine.run([Request(f"many{n}", prompt(60 + n, 50), 90) for n in range(8)])
@@ -189,8 +190,9 @@ def test_preempted_requests_come_back_as_they_were_stored() -> None:
     assert engine.audit.audit.totals()["returned"] > 0
 
 
-def test_a_store_is_of_what_its_blocks_held_before_the_step() -> None:
-    """V2's runner flushes it behind plan, when its blocks are another request's."""
+def test_a_store_has_the_bytes_from_before_the_step() -> None:
+    """V2's runner flushes stores after the audit's plan, when the blocks are another
+    request's."""
     engine, _ = stored(num_gpu_blocks_override=18, speculative_config=None)
     flush, waiting = engine._connector.handle_preemptions, []
 
@@ -209,9 +211,9 @@ def test_a_store_is_of_what_its_blocks_held_before_the_step() -> None:
     assert engine.audit.audit.totals()["returned"] > 0
 
 
-def test_blocks_that_are_stored_in_part_are_no_findings() -> None:
-    """Beside Mamba layers, up to the end of a prompt."""
-    destroy_model_parallel()  # it has groups of processes that others have not
+def test_partly_stored_blocks_are_no_findings() -> None:
+    """With Mamba layers vLLM stores up to the end of a prompt."""
+    destroy_model_parallel()  # it needs other process groups
     arguments = {"model": "tiny-qwen3-next", "speculative_config": None}
     arguments |= {"kv_transfer_config": CONNECTOR, "enable_prefix_caching": True}
     engine = Engine("off", EVERYTHING, prefix_match_unit=16, **arguments)
@@ -222,8 +224,8 @@ def test_blocks_that_are_stored_in_part_are_no_findings() -> None:
     assert found(engine) == []
 
 
-def test_of_many_stored_blocks_the_last_are_known() -> None:
-    """Of 20 blocks of a cache, three of those that were stored."""
+def test_only_the_last_stored_blocks_are_verified() -> None:
+    """With 20 blocks in the cache the last three."""
     engine, later = stored(num_gpu_blocks_override=20)
     num_loaded = load(engine, later)
     assert found(engine) == []
@@ -237,7 +239,7 @@ def test_of_many_stored_blocks_the_last_are_known() -> None:
 
 
 class CPUOffloadingSpec(SimpleNamespace):
-    """As vLLM's, by its name."""
+    """Recognized by its name."""
 
 
 class TieringOffloadingSpec(CPUOffloadingSpec):
@@ -254,8 +256,8 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         (CPUOffloadingSpec(config=SimpleNamespace(canonical_layout=True)), False),
     ],
 )
-def test_blocks_have_places_in_chunks(spec: Any, is_known: bool) -> None:
-    """Of three groups; the second has nothing in this transfer."""
+def test_blocks_are_mapped_to_places_in_chunks(spec: Any, is_known: bool) -> None:
+    """Three groups; the second one has no block in this transfer."""
     spec.blocks_per_chunk = 4
     connector = SimpleNamespace(connector_worker=SimpleNamespace(spec=spec))
     blocks = SimpleNamespace(
@@ -266,7 +268,7 @@ def test_blocks_have_places_in_chunks(spec: Any, is_known: bool) -> None:
     read = partial(offloading.read, config, connector)
     places = [[31, 8, 9], [], [36]] if is_known else None
     assert read(blocks, chunks) == ([[11, 12, 13], [], [14]], places)
-    # vLLM 0.32 and later leave groups out; before, a transfer is of all.
+    # From vLLM 0.32 on transfers may leave groups out.
     blocks.group_sizes, blocks.block_indices = (3, 1), (3, 4)
     with pytest.raises(ValueError, match="of 2 KV-cache groups; expected 3"):
         read(blocks, chunks)

@@ -8,8 +8,6 @@ More methods and models: test_reach.py. Not covered: block copies (vLLM 0.32 mak
 for mamba models only), attention on AMX and ARM, CUDA.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

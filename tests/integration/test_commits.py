@@ -7,8 +7,6 @@ to resume are tested without a GPU. A KV connector that uses on_commit on real e
 test_connectors.py.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections import deque

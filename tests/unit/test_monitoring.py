@@ -5,8 +5,6 @@ Both against a live server and a real Prometheus: tests/e2e/test_serve.py. Grafa
 itself is not run.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import subprocess

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report, and the hooks around a step of the V2 runner: each step's counts are its own,
-and block tables are vLLM's own again, also where steps fail half-way."""
+"""Report, and the hooks around a step of the V2 runner: each step has its own counts,
+and block tables are restored, also if steps fail."""
 
 import pickle
 from collections import deque
@@ -30,7 +30,7 @@ from vllm_nwor.transaction.draft_manager import NworError, State
 
 INFOS = [GroupInfo(0, "stage", "cow", "because")]
 ZEROS = (0,) * 9
-# Of a step of World's, all drafts rejected: two windows, three drafts.
+# The counts of a World's step, with all drafts rejected: two windows, three drafts.
 COUNTS = (2, 3, 0, 3, 0, 3 * ROW_BYTES, 0, 0, 0)
 
 
@@ -44,23 +44,23 @@ def reporting(*is_staged, **more):
 
 @pytest.mark.parametrize("audit", [[], [{"steps": 9}]])
 @pytest.mark.parametrize("travels", [False, True])
-def test_the_groups_are_told_again_until_somebody_reads_them(travels, audit):
-    """vLLM throws its warm-up's outputs away. A refused engine has no manager."""
+def test_group_rows_are_sent_until_they_are_read(travels, audit):
+    """vLLM discards its warm-up's outputs. A refused engine has no manager."""
     report = Report(INFOS, None)
     for _ in range(3):
         payload = report.take_payload()
         for found in audit:
             payload = payload.with_audit(lambda found=found: found)
 
-    told = pickle.loads(pickle.dumps(payload)) if travels else payload.read()
+    sent = pickle.loads(pickle.dumps(payload)) if travels else payload.read()
 
-    assert told == (ZEROS, {}, INFOS, *audit)
-    assert {type(told), *map(type, told[2])} == {tuple}  # of no module of ours
+    assert sent == (ZEROS, {}, INFOS, *audit)
+    assert {type(sent), *map(type, sent[2])} == {tuple}  # no class of this package
     assert report.take_payload() is None
 
 
-def test_outputs_that_nobody_reads_take_the_groups_along_for_a_while_only():
-    """Those of a tensor parallel rank that does not answer: it has no other news."""
+def test_group_rows_that_are_never_read_are_sent_a_limited_number_of_times():
+    """As on tensor parallel ranks whose outputs are not read."""
     report = Report(INFOS, None)
 
     taken = [report.take_payload() for _ in range(MAX_UNREAD + 1)]
@@ -69,8 +69,8 @@ def test_outputs_that_nobody_reads_take_the_groups_along_for_a_while_only():
     assert taken[-1] is None
 
 
-def test_news_come_with_a_steps_own_counts_or_alone_and_once():
-    """Two groups: every launch sees all windows, and has bytes of its own."""
+def test_optional_fields_are_sent_once_with_counts_or_alone():
+    """Two groups: every launch counts all windows, and its own bytes."""
     world, report = reporting(False, False)
     world.run()
     payload = report.take_payload()
@@ -78,7 +78,7 @@ def test_news_come_with_a_steps_own_counts_or_alone_and_once():
 
     audit = {"steps": 9}
     assert payload.with_audit(audit.copy).read() == (counts, {}, [], audit)
-    assert payload.read() == (counts,)  # a slot's payload serves many steps
+    assert payload.read() == (counts,)  # a slot's payload is used for many steps
     assert NOTHING.with_audit(audit.copy).read() == (ZEROS, {}, [], audit)
     world.manager.capacity = 2
     for _ in range(2):
@@ -87,9 +87,9 @@ def test_news_come_with_a_steps_own_counts_or_alone_and_once():
     assert report.take_payload() is None
 
 
-def test_fallbacks_that_an_output_took_along_which_nobody_read_come_with_the_next():
-    """As those of vLLM's warm-up. Two outputs are in flight: what the first one brings
-    the second one, which was made before, does not bring again."""
+def test_fallbacks_on_an_unread_output_are_sent_again():
+    """Two outputs are in flight: the second one, created before the first is read, does
+    not repeat its fallbacks."""
     world, report = reporting(False)
     world.manager.capacity = 2
     payloads = []
@@ -106,7 +106,7 @@ def test_fallbacks_that_an_output_took_along_which_nobody_read_come_with_the_nex
     assert report.take_payload() is None
 
 
-def test_a_rank_whose_outputs_nobody_reads_takes_old_fallbacks_along_for_a_while_only():
+def test_fallbacks_that_are_never_read_are_sent_a_limited_number_of_times():
     world, report = reporting(False)
     world.manager.fallbacks["over_capacity"] += 1
     taken = [report.take_payload() for _ in range(MAX_UNREAD + 1)]
@@ -116,9 +116,9 @@ def test_a_rank_whose_outputs_nobody_reads_takes_old_fallbacks_along_for_a_while
     assert report.take_payload() is None
 
 
-# What becomes of a step's counts: read as late as may be; never; taken by no output;
+# What happens to a step's counts: read as late as possible; never read; not attached;
 # dropped with the step; lost with a commit that raises or fails, or because those of
-# the step before, which failed, cannot be copied.
+# the previous step, which failed, cannot be copied.
 FATES = ("read", "unread", "untaken", "dropped", "raises", "fails", "not copied")
 
 
@@ -129,7 +129,7 @@ FATES = ("read", "unread", "untaken", "dropped", "raises", "fails", "not copied"
 )
 @example([(1, "read"), (1, "untaken"), (1, "fails"), (2, "read")], 1)
 def test_each_step_has_its_own_counts_until_the_last_moment(steps, max_in_flight):
-    """The oldest is read when as many as may be in flight have made their commit."""
+    """The oldest is read when max_in_flight steps have committed."""
     with patch.object(ops, "publish", wraps=ops.publish) as publish:
         world, report = reporting(False, max_in_flight=max_in_flight)
     manager = world.manager
@@ -168,8 +168,8 @@ SHADOW = [[2, BLOCKS + 1, 0], [BLOCKS + 2, 0, 0]], [29, 30, 31, 33, 34]
 
 
 class Runner:
-    """What V2's hooks of a step need, around a World's manager and step; its sampler
-    rejects all drafts. V1 is what all engines here run."""
+    """A stand-in for V2's runner, with a World's manager and step; its sampler rejects
+    all drafts. CPU engines run V1."""
 
     def __init__(self, *is_staged, num_states=2, indices=(0, 1), **world):
         self.world = World(*is_staged, num_states=num_states, **world)
@@ -191,8 +191,8 @@ class Runner:
         return self.tables[gid].tolist(), self.slots[gid].tolist()
 
     def execute(self, inner, drafts=(), new=(), resumed=()):
-        """vLLM's execute_model as the hook has it: `inner` is what it does. drafts,
-        new, resumed: requests of its SchedulerOutput."""
+        """Calls the hook of execute_model, which runs `inner`. drafts, new, resumed:
+        requests of its SchedulerOutput."""
         scheduled = SimpleNamespace(
             scheduled_spec_decode_tokens={name: [1] for name in drafts},
             scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
@@ -212,7 +212,7 @@ class Runner:
         assert runner_v2._sample(lambda *_: found, self, arguments, {}) is found
 
     def sample_tokens(self, inner):
-        """The counts that the output carries, if any, and the output."""
+        """The output's counts, if any, and the output."""
         output = SimpleNamespace(req_ids=["a"])
         found = hooks.sample_tokens(lambda: inner() or output, self, (), {})
         payload = getattr(output, "nwor_stats", None)
@@ -228,10 +228,10 @@ STAGED = (*COUNTS[:4], 2, 0, 0)
 
 @pytest.mark.parametrize("is_staged", [False, True])
 def test_a_step_is_committed_and_its_output_carries_the_counts(is_staged):
-    """A staged one is patched before metadata is built."""
+    """Stage patches the tables before attention metadata is built."""
     runner = Runner(is_staged)
     if is_staged:
-        runner.manager.begin = None  # all is staged: it need not be called
+        runner.manager.begin = None  # not called if all is staged
     for _ in range(2):
         runner.execute(runner.prepare)
         assert runner.look() == (SHADOW if is_staged else REAL)
@@ -247,8 +247,8 @@ def test_a_step_is_committed_and_its_output_carries_the_counts(is_staged):
 
 @pytest.mark.parametrize("is_staged", list(product([True, False], repeat=2)))
 def test_two_groups_have_tables_and_slots_of_their_own(is_staged):
-    """V2's slots are rows of one tensor. What the forward wrote stays, in each group,
-    where its target rows are."""
+    """V2's slots are rows of one tensor. Only the target rows of each group stay
+    written."""
     runner = Runner(*is_staged)
     other = [[3, 5, 0], [1, 0, 0]], [21, 22, 23, 5, 6]
     runner.tables[1][:], runner.slots[1] = map(torch.tensor, other)
@@ -273,14 +273,14 @@ def test_two_groups_have_tables_and_slots_of_their_own(is_staged):
             assert layer.kv_cache[:BLOCKS].max() == 1 + gid
 
 
-def test_the_undo_log_asks_nothing_of_a_step():
-    """Which requests are new or come back is for shadow blocks."""
+def test_the_undo_log_does_not_read_the_scheduler_output():
+    """New and resumed requests matter for shadow blocks only."""
     runner = Runner(False)
     assert hooks.execute_model(lambda _: "output", runner, (object(),), {}) == "output"
 
 
 class Looking:
-    """An audit that sees what block tables and slots are when a hook calls it."""
+    """An audit that records block tables and slots when a hook calls it."""
 
     def __init__(self):
         self.seen = []
@@ -297,7 +297,7 @@ class Looking:
 
 
 @pytest.mark.parametrize("num_drafts", [3, 0])
-def test_the_audit_plans_before_shadow_blocks_are_there_and_resolves_behind_commit(
+def test_the_audit_plans_before_stage_and_resolves_after_commit(
     num_drafts,
 ):
     runner = Runner(True)
@@ -316,8 +316,8 @@ def test_the_audit_plans_before_shadow_blocks_are_there_and_resolves_behind_comm
 
 
 class Vanishing:
-    """A runner's state from which the audit is gone when it is read again: it failed
-    meanwhile, on the thread that reads outputs."""
+    """A runner's state whose audit is gone at the second read, as after a failure on
+    the thread that reads outputs."""
 
     def __init__(self, state):
         self.state, self.calls = state, 0
@@ -354,7 +354,7 @@ def hooks_of_a_step(is_v2):
 
 
 @pytest.mark.parametrize("is_v2", [False, True])
-def test_an_audit_that_another_thread_ends_within_a_hook_ends_no_step(is_v2):
+def test_an_audit_that_another_thread_ends_during_a_hook_fails_no_step(is_v2):
     state = hooks.RunnerState(None, [], emits=False)
     for hook in hooks_of_a_step(is_v2):
         hook(SimpleNamespace(nwor_state=(vanishing := Vanishing(state))))
@@ -363,8 +363,7 @@ def test_an_audit_that_another_thread_ends_within_a_hook_ends_no_step(is_v2):
 
 @pytest.mark.parametrize("is_staged", [False, True])
 def test_a_dummy_run_of_v2_is_no_step(is_staged):
-    """vLLM's passes execute_model alone. It comes where no step is open; what the step
-    before committed and reported stays, and the next one is like any other."""
+    """It calls execute_model only, between steps, and changes nothing."""
     dummy = SchedulerOutput.make_empty()
     dummy.num_scheduled_tokens = {"_dummy_req_0": 1}
     runners = [Runner(is_staged), Runner(is_staged)]
@@ -403,7 +402,7 @@ STAGES, LOGS = {"stage": 1, "commit": 1}, {"log": 1, "restore": 1}
 def test_v2_requests_without_a_seat_are_logged_in_the_same_step(
     num_states, indices, others, entries, num_logged
 ):
-    """others: the indices of requests that have had a step before."""
+    """others: state indices of requests of earlier steps."""
     runner = Runner(True, num_states=num_states, indices=indices)
     if others:
         live = {f"other {index}": index for index in others}
@@ -433,7 +432,7 @@ def test_v2_requests_without_a_seat_are_logged_in_the_same_step(
     ],
 )
 def test_v1_seats_the_first_rows_of_the_batch(num_seats, drafts, lacks):
-    """Rows behind them that have no drafts lack nothing."""
+    """Rows without drafts need no seat."""
     seen, gpu = [], SimpleNamespace(gpu=None)
     manager = SimpleNamespace(shadow=SimpleNamespace(num_seats=num_seats))
     manager.stage = seen.append
@@ -455,7 +454,7 @@ def test_v1_seats_the_first_rows_of_the_batch(num_seats, drafts, lacks):
 
 
 class Stopped(BaseException):
-    """As KeyboardInterrupt: no Exception."""
+    """Not an Exception, as KeyboardInterrupt."""
 
 
 @pytest.mark.parametrize(
@@ -466,20 +465,19 @@ class Stopped(BaseException):
         (False, "no begin", {"begin_missed": 1}),  # guarantee 9
         (False, "too many drafts", {"over_capacity": 1}),
         (False, "an op fails", {"begin_failed": 1}),
-        # As after an exception that no hook of ours saw.
+        # As after an exception that no hook saw.
         (True, "nothing is sampled", {"stale_log": 1}),
         (True, "forward raises", {"step_failed": 1}),
         (True, "forward raises, and the tables stay", {"step_failed": 1}),
         (True, "sampler raises", {"step_failed": 1}),
-        # Behind commit: there are only counts to drop.
+        # After commit only the counts are dropped.
         (True, "drafter raises", {}),
     ],
 )
 @pytest.mark.parametrize("error", [RuntimeError("vLLM's own"), Stopped()])
-def test_what_becomes_of_a_step_that_goes_wrong(is_staged, what, fallbacks, error):
-    """Tables are put back at once: before the next step they may be another request's.
-    It is vLLM's own error that is raised, whatever becomes of them. Only a begin that
-    was missed is a breach."""
+def test_a_step_that_fails(is_staged, what, fallbacks, error):
+    """Tables are restored at once: in the next step they may be another request's.
+    vLLM's own error is raised in every case. Only a missed begin is a breach."""
     runner = Runner(is_staged)
     if "no drafts" in what:
         runner.batch.num_draft_tokens = 0
@@ -504,11 +502,11 @@ def test_what_becomes_of_a_step_that_goes_wrong(is_staged, what, fallbacks, erro
         if what.startswith("drafter"):
             raise error
 
-    told, looks = None, []
+    counted, looks = None, []
     with pytest.raises(type(error)) if "raises" in what else nullcontext() as raised:
         runner.execute(forward)
         if what != "nothing is sampled":
-            told, _ = runner.sample_tokens(sampler)
+            counted, _ = runner.sample_tokens(sampler)
 
     if raised:
         assert raised.value is error
@@ -519,11 +517,11 @@ def test_what_becomes_of_a_step_that_goes_wrong(is_staged, what, fallbacks, erro
         assert runner.look() == REAL
     runner.execute(lambda: looks.append(runner.look()))
     assert looks == [REAL]
-    told = told or runner.sample_tokens(lambda: None)[0]
+    counted = counted or runner.sample_tokens(lambda: None)[0]
     runner.world.check(State.IDLE, **fallbacks)
     counts = [0] * 9
     counts[COUNTER_COLUMNS.index("invalid_slots")] = fallbacks.get("begin_missed", 0)
-    assert told == ((tuple(counts), fallbacks, []) if fallbacks else None)
+    assert counted == ((tuple(counts), fallbacks, []) if fallbacks else None)
 
 
 @pytest.mark.parametrize(
@@ -535,10 +533,8 @@ def test_what_becomes_of_a_step_that_goes_wrong(is_staged, what, fallbacks, erro
         (False, {"drafts": ["a", "d"], "resumed": ["d"]}),
     ],
 )
-def test_every_step_counts_for_the_seats_unless_a_request_begins_with_drafts(
-    keeps, who
-):
-    """Its rows may be a copy of another's block, which it got just now."""
+def test_a_step_in_which_a_request_begins_with_drafts_invalidates_seats(keeps, who):
+    """Its rows may be in a new copy of another request's block."""
     runner = Runner(True)
     before = runner.manager.shadow.step
 
@@ -547,7 +543,7 @@ def test_every_step_counts_for_the_seats_unless_a_request_begins_with_drafts(
     assert runner.manager.shadow.step == before + (1 if keeps else 2)
 
 
-def test_a_refusal_is_told_by_a_runner_without_groups_too():
+def test_a_runner_without_groups_reports_its_refusal():
     output = SimpleNamespace(req_ids=["a"])
     arguments = Mode.COW, "why", lambda: output, SimpleNamespace(), (), {}
     assert hooks._sample_tokens_refused(*arguments) is output

@@ -1,8 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Checks what this project needs of the system and cannot install with pip: prints one
-# line per missing thing, with the command that installs it, and exits 1 if any is.
-# With --install it installs all of it first (Debian and Ubuntu, as root or with sudo).
+# Checks the system's programs and libraries that pip cannot install: prints one line for
+# each missing one, with the command that installs it, and exits 1 if there is any.
+# With --install it installs them first (Debian and Ubuntu, as root or with sudo).
 # PYTHON names the interpreter (default: python3).
 set -u
 
@@ -10,7 +10,7 @@ PYTHON=${PYTHON:-python3}
 SUDO=
 [ "$(id -u 2>/dev/null || echo 0)" = 0 ] || SUDO="sudo "
 
-# Prints "package|what is missing and why" for each missing thing.
+# Prints "package|what is missing and why" for each.
 find_missing() {
     command -v make >/dev/null 2>&1 || echo "make|make (runs every command here)"
     command -v g++ >/dev/null 2>&1 || echo "g++|g++ (compiles the native library)"

