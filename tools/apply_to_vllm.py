@@ -5,8 +5,8 @@
     python tools/apply_to_vllm.py TREE [--check | --revert | --series FOLDER]
 
 TREE is the folder that contains `vllm/`: a checkout, or site-packages. It gets
-vllm/v1/nwor, a call of plugin.hook_module at the end of each module that the
-ledger names, and NWOR's variables in envs.py. A checkout also gets csrc/nwor and cmake/nwor,
+vllm/v1/nwor, a call of plugin.hook_module at the end of each module that the ledger
+names, and NWOR's variables in envs.py. A checkout also gets csrc/nwor and cmake/nwor,
 and the lines of CMakeLists.txt and setup.py that build them. Any other TREE gets the
 library that was built here. Each line that is added to a file of vLLM ends with MARK.
 
