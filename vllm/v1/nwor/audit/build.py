@@ -73,18 +73,19 @@ def build(
     except Exception as error:
         found = f"vLLM is not as expected: {error_text(error)}"
     if isinstance(found, str):
-        refused(len(caches.groups), config, found)
+        refused(len(caches.groups), config, found, is_logged=False)
         return None
     audit, used = found
     about = _about(audit, caches)
     return RunnerAudit(audit, config, caches, path, about, used)
 
 
-def refused(num_groups: int, config: NworConfig, reason: str) -> None:
-    """Logs it; raises NworError under VLLM_NWOR_STRICT."""
-    if config.strict:
-        raise NworError(f"NWOR audit requested, refused: {reason}")
-    logger.warning("NWOR audit: off: %s", reason)
+def refused(num_groups: int, config: NworConfig, reason: str, is_logged: bool) -> None:
+    """Logs it, unless that is_logged; raises NworError under VLLM_NWOR_STRICT."""
+    if not is_logged:
+        if config.strict:
+            raise NworError(f"NWOR audit requested, refused: {reason}")
+        logger.warning("NWOR audit: off: %s", reason)
 
 
 def _sizes(limits: RunnerLimits, config: NworConfig) -> tuple[int, int, bool]:

@@ -48,9 +48,9 @@ class Builder(Protocol):
         None."""
 
     def refused(
-        self, num_groups: int, config: NworConfig, reason: str
+        self, num_groups: int, config: NworConfig, reason: str, is_logged: bool
     ) -> Observer | None:
-        """Called where the runner is not as expected."""
+        """Called where the runner is not as expected. is_logged: the log says so."""
 
 
 # Of this process, from the outermost observer to the innermost (step.py).
@@ -171,17 +171,19 @@ def _sample_tokens_refused(
 ) -> Any:
     """sample_tokens, on a runner without any other hook."""
     if state_of(runner) is None:
-        runner.nwor_state = _refused(runner, NworConfig.from_env(), reason)
+        runner.nwor_state = _refused(runner, NworConfig.from_env(), reason, True)
     return sample_tokens(wrapped, runner, args, kwargs)
 
 
-def _refused(runner: Any, config: NworConfig, reason: str) -> RunnerState:
+def _refused(
+    runner: Any, config: NworConfig, reason: str, is_logged: bool = False
+) -> RunnerState:
     """Observers' reports that they were refused. A runner without the expected
     attributes counts as one KV-cache group."""
     kv_cache_config = getattr(runner, "kv_cache_config", None)
     num_groups = len(getattr(kv_cache_config, "kv_cache_groups", [None]))
     refused = (
-        builder.refused(num_groups, config, reason)
+        builder.refused(num_groups, config, reason, is_logged)
         for builder in _builders
         if builder.is_wanted(config)
     )

@@ -59,11 +59,15 @@ def build(
     return Transaction(manager, infos, config.emit_metrics, used)
 
 
-def refused(num_groups: int, config: NworConfig, reason: str) -> Transaction:
+def refused(
+    num_groups: int, config: NworConfig, reason: str, is_logged: bool
+) -> Transaction:
     """The transaction of a runner with so many KV-cache groups that cannot have one.
-    Raises NworError under VLLM_NWOR_STRICT."""
+    is_logged: the log says so already. If not, raises NworError under
+    VLLM_NWOR_STRICT."""
     infos = _all_refused(num_groups, config, reason)
-    _announce(config, infos, None, {})
+    if not is_logged:
+        _announce(config, infos, None, {})
     return Transaction(None, infos, config.emit_metrics)
 
 
