@@ -46,9 +46,12 @@ from tests.simulation.seats import Rule
 from tests.simulation.step import MAX_TOKENS, Rows, Step, Table, slots_of
 from vllm_nwor import metrics, ops
 from vllm_nwor.config import Mode, NworConfig, Strict
-from vllm_nwor.transaction.draft_manager import DraftCommitManager, NworError, StagedGroup, State
-from vllm_nwor.report import Report
+from vllm_nwor.base.errors import NworError
+from vllm_nwor.layout.regions import StagedGroup
+from vllm_nwor.transaction.counters import Report
+from vllm_nwor.transaction.draft_manager import DraftCommitManager
 from vllm_nwor.transaction.shadow_blocks import seats_num_bytes
+from vllm_nwor.transaction.states import State
 from vllm_nwor.transaction.undo_log import num_bytes
 
 LOG_GUARD = 0xA7

@@ -16,7 +16,8 @@ from tests.kernels.transaction import AcceptanceForm
 from tests.simulation.blocks import Request
 from tests.simulation.cache import Group, Index, Mask
 from vllm_nwor.metrics import Counted, Scheduled
-from vllm_nwor.step import Acceptance, NumRejected, SampledIds, VerificationWindows
+from vllm_nwor.step import Acceptance, NumRejected, SampledIds
+from vllm_nwor.step import Step as VerificationWindows
 
 Table = npt.NDArray[np.int32]
 

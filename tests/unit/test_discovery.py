@@ -5,7 +5,6 @@ Runners here are stand-ins with real KV-cache specs; tests/integration has real 
 """
 
 import copy
-import importlib
 import itertools
 import re
 from dataclasses import replace
@@ -23,17 +22,15 @@ from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, Ma
 from tests.helpers import reach
 from tests.helpers.logs import nwor_log
 from tests.unit.test_reservation import NUM_DRAFTS, NUM_SEQS, vllm_config
+from vllm_nwor.base.errors import NworError
 from vllm_nwor.config import Mode, NworConfig, OnReject, Strict
-from vllm_nwor.transaction.draft_manager import (
-    DraftCommitManager,
-    LayerCache,
-    NworError,
-    StagedGroup,
-)
-from vllm_nwor.hooks import discovery, engine_core, layers, staging
+from vllm_nwor.hooks import engine_core, layers, staging
+from vllm_nwor.hooks import runner as hooks
 from vllm_nwor.layout.kv_layout import row_layout
-from vllm_nwor.report import Report
-from vllm_nwor.transaction.shadow_blocks import ShadowRegion, blocks_per_seat
+from vllm_nwor.layout.regions import ShadowRegion, StagedGroup, blocks_per_seat
+from vllm_nwor.layout.tables import LayerCache
+from vllm_nwor.transaction import build as transaction
+from vllm_nwor.transaction.draft_manager import DraftCommitManager
 from vllm_nwor.transaction.undo_log import num_bytes
 
 BLOCKS, HEADS, SLOTS, DIM = 4, 2, 16, 32
@@ -73,9 +70,17 @@ def named(name):
     return SimpleNamespace(get_name=lambda: name)
 
 
-def runner(*groups, **changes):
+def table(entry_tokens):
+    """A V1 runner's block table."""
+    return SimpleNamespace(
+        block_size=entry_tokens,
+        block_table=SimpleNamespace(gpu=torch.zeros(8, 9, dtype=torch.int32)),
+    )
+
+
+def runner(*groups, entry_tokens=SLOTS, **changes):
     """groups: (spec, {layer name: layer}) of each KV-cache group, or the layers alone.
-    changes: of its attributes."""
+    entry_tokens: of its block tables. changes: of its attributes."""
     groups = [group if isinstance(group, tuple) else (SPEC, group) for group in groups]
     layers = {name: found for _, group in groups for name, found in group.items()}
     kv_cache_groups = [
@@ -85,7 +90,12 @@ def runner(*groups, **changes):
     specs = {name: spec for spec, group in groups for name in group}
     attributes = {
         "device": torch.device("cpu"),
-        "kv_cache_config": SimpleNamespace(kv_cache_groups=kv_cache_groups),
+        "kv_cache_config": SimpleNamespace(
+            kv_cache_groups=kv_cache_groups, num_blocks=BLOCKS
+        ),
+        "input_batch": SimpleNamespace(
+            block_table=[table(entry_tokens) for _ in groups]
+        ),
         "compilation_config": SimpleNamespace(static_forward_context=layers),
         "get_kv_cache_spec": lambda: specs,
         "max_num_reqs": 8,
@@ -94,10 +104,16 @@ def runner(*groups, **changes):
     return SimpleNamespace(**attributes | changes)
 
 
-def build(found, storage=None, mode=Mode.COW, strictness=Strict.NEVER, **settings):
+@pytest.fixture(autouse=True)
+def only_the_transaction(monkeypatch):
+    monkeypatch.setattr(hooks, "_builders", [transaction])
+
+
+def build(found, mode=Mode.COW, strictness=Strict.NEVER, **settings):
+    """What the hooks and the builder make of a runner whose caches are bound."""
     config = NworConfig(mode=mode, strictness=strictness, **settings)
-    manager, infos = discovery.build(found, config, storage)
-    return manager, infos, Report(infos, manager)
+    observer = hooks._observed(found, config).named("transaction")
+    return observer.manager, list(observer.infos), observer.report
 
 
 STATE_SPEC = {"block_size": SLOTS, "shapes": ((4, 4),), "dtypes": (torch.float32,)}
@@ -170,8 +186,9 @@ def test_all_that_outlives_a_step_lies_in_what_was_reserved(on_reject):
     """vLLM's sleep mode takes what is allocated later away."""
     found = runner({"a": layer(), "b": layer()}, {"c": layer()})
     config = NworConfig(mode=Mode.COW, on_reject=on_reject)
-    storage = discovery.reserve(found, config)
-    manager, _ = discovery.build(found, config, storage)
+    storage = hooks.reserve(found, config, transaction)
+    found.nwor_storages = {"transaction": storage}
+    manager = hooks._observed(found, config).named("transaction").manager
 
     assert manager.capacity == NUM_SEQS * NUM_DRAFTS
     rows = [manager.capacity, 1] if on_reject is OnReject.POISON else [manager.capacity]
@@ -210,7 +227,7 @@ def test_nothing_is_taken_from_a_pool_that_sleeps():
     found = runner({"a": layer()}, device=torch.device("meta"))
     found.vllm_config.model_config.enable_sleep_mode = True
 
-    manager, infos, _ = build(found, storage=None)
+    manager, infos, _ = build(found)
 
     assert manager is None
     assert "no memory was reserved, and sleep mode" in infos[0].reason
@@ -228,8 +245,8 @@ NO_MEMORY = "no memory for the undo log of 32 drafts: x"
             "hooks.layers._target_layers_of",
             "its layers could not be examined: OSError: x",
         ),
-        *(("layer_tables.DeviceMemory.take", text) for text in (NO_LOG, NO_MEMORY)),
-        ("hooks.discovery.config_refusal", "vLLM is not as expected: OSError: x"),
+        *(("layout.tables.DeviceMemory.take", text) for text in (NO_LOG, NO_MEMORY)),
+        ("hooks.caches.config_refusal", "vLLM is not as expected: OSError: x"),
     ],
 )
 def test_what_nobody_expected_is_a_refusal(place, text, monkeypatch):
@@ -265,7 +282,6 @@ def test_a_runner_without_groups_is_a_refusal():
 
 def test_a_kind_of_cache_that_vllm_no_longer_has_is_a_refusal(monkeypatch):
     monkeypatch.delattr(kv_cache_interface, "MambaSpec")
-    importlib.reload(discovery)
     manager, infos, _ = build(runner({"a": layer()}))
     assert manager is None
     ((_, _, resolved, reason),) = infos
@@ -273,14 +289,14 @@ def test_a_kind_of_cache_that_vllm_no_longer_has_is_a_refusal(monkeypatch):
     assert reason.startswith("vLLM is not as expected: AttributeError: ")
 
 
-def test_no_memory_while_reserving_is_told_when_the_log_is_built(monkeypatch):
+def test_no_memory_while_reserving_leaves_the_allocation_to_the_builder(monkeypatch):
     def no_memory(*_args, **_kwargs):
         raise torch.OutOfMemoryError
 
     found = runner({"a": layer()})
     monkeypatch.setattr(torch, "empty", no_memory)
 
-    assert discovery.reserve(found, NworConfig(mode=Mode.COW)) is None
+    assert hooks.reserve(found, NworConfig(mode=Mode.COW), transaction) is None
 
 
 def test_the_counts_ring_holds_the_steps_that_vllm_has_in_flight():
@@ -302,9 +318,7 @@ RESERVED = {0: REGION}
 def staged_runner(*groups, reserved=RESERVED, entry_tokens=SLOTS):
     """A V1 runner as the engine core leaves it in mode stage. reserved: the mark."""
     groups = groups or ({"a": layer()},)
-    table = SimpleNamespace(block_size=entry_tokens)
-    tables = SimpleNamespace(block_table=[table] * len(groups))
-    found = runner(*groups, input_batch=tables)
+    found = runner(*groups, entry_tokens=entry_tokens)
     if reserved is not None:
         found.kv_cache_config.nwor_shadow = reserved
     return found
@@ -314,7 +328,11 @@ def staged_runner_v2(*backends, drafter=(), kernel_block_size=None, **tables):
     """A V2 runner. drafter: names of its drafter's layers."""
     found = staged_runner({"a": layer(), **dict.fromkeys(drafter, layer())})
     del found.input_batch
-    found.block_tables = SimpleNamespace(**(tables or {"block_sizes": [SLOTS]}))
+    tables = tables or {"block_sizes": [SLOTS]}
+    input_block_tables = [torch.zeros(8, 9, dtype=torch.int32)]
+    found.block_tables = SimpleNamespace(
+        input_block_tables=input_block_tables, **tables
+    )
     found.speculator = SimpleNamespace(draft_attn_layer_names=set(drafter))
     attention = {"kernel_block_size": kernel_block_size}
     found.attn_groups = [
@@ -476,7 +494,7 @@ def test_what_is_reserved_is_enough_for_shadow_blocks_too(
     found.vllm_config.speculative_config.num_speculative_tokens = num_drafts
     found.vllm_config.scheduler_config.max_num_seqs = num_seqs
     found.vllm_config.scheduler_config.max_num_batched_tokens = 4096
-    storage = discovery.reserve(found, NworConfig(mode=Mode.STAGE))
+    storage = hooks.reserve(found, NworConfig(mode=Mode.STAGE), transaction)
     staged = StagedGroup(region, entry_tokens)
 
     manager = DraftCommitManager(

@@ -21,18 +21,15 @@ from vllm.v1.worker.gpu.states import RequestState
 from tests.simulation.engine import Fault, FaultyOps
 from vllm_nwor import ops
 from vllm_nwor.config import Mode, NworConfig, OnReject, Strict
-from vllm_nwor.transaction.draft_manager import DraftCommitManager, NworError, State
+from vllm_nwor.base.errors import NworError
 from vllm_nwor.layout.kv_layout import packed_layout, row_layout
+from vllm_nwor.layout.regions import ShadowRegion, StagedGroup, blocks_per_seat
 from vllm_nwor.layout.tables import DeviceMemory, LayerCache
-from vllm_nwor.transaction.shadow_blocks import (
-    Seats,
-    ShadowRegion,
-    StagedGroup,
-    blocks_per_seat,
-    seats_num_bytes,
-)
+from vllm_nwor.step import NumRejected, Step, Undone
+from vllm_nwor.transaction.draft_manager import DraftCommitManager
+from vllm_nwor.transaction.shadow_blocks import Seats, seats_num_bytes
+from vllm_nwor.transaction.states import State
 from vllm_nwor.transaction.undo_log import num_bytes
-from vllm_nwor.step import NumRejected, Undone, VerificationWindows
 
 # Blocks of requests and, behind them, shadow blocks: two for each of two seats.
 BLOCKS, SHADOW_BLOCKS, HEADS, SLOTS, DIM = 6, 4, 2, 4, 8
@@ -98,7 +95,7 @@ class World:
             max_in_flight,
             num_states,
         )
-        self.step = VerificationWindows(
+        self.step = Step(
             num_drafts=3,
             logits_indices=torch.arange(5, dtype=torch.int32),
             cu_num_logits=int32(3, 5),
@@ -106,8 +103,17 @@ class World:
             block_tables=[int32(*TABLE) for _ in is_staged],
             query_start_loc=int32(0, 3, 5),
             seq_lens=int32(8, 3),
-            lacks_seats=num_seats < 2,
+            num_reqs=2,
+            num_tokens=5,
+            request_ids=["0", "1"],
         )
+        if num_states:
+            indices = list(range(2))
+            self.step.state_indices = int32(*indices)
+            self.step.host_state_indices = numpy.array(indices)
+            self.step.state_of_request = dict(zip("01", indices, strict=True))
+        else:
+            self.step.drafts_of_requests = [2, 1]
 
     @property
     def tables(self):
@@ -122,7 +128,7 @@ class World:
         self.manager.begin(self.step)
 
     def commit(self):
-        self.manager.commit(ALL_REJECTED)
+        self.manager.commit(self.step, ALL_REJECTED)
 
     def run(self):
         self.open()
