@@ -17,7 +17,12 @@ import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1 import kv_cache_interface
-from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+)
 
 from tests.helpers import reach
 from tests.helpers.logs import nwor_log
@@ -163,6 +168,18 @@ def test_a_group_is_refused_by_name_and_the_other_protected(
     assert [group.group_id for group in manager.groups] == [0]
     if name:
         reach.refused_stand_in(name, infos[1].reason, [mode.value])
+
+
+def test_a_group_without_a_block_table_is_refused_alone():
+    """vLLM makes none for encoder-only attention."""
+    encoder = EncoderOnlyAttentionSpec(SLOTS, HEADS, DIM, dtype=torch.float32)
+    found = runner({"a": layer()}, (encoder, {"b": layer()}))
+    found.input_batch.block_table.pop()
+
+    _, infos, _ = build(found)
+
+    assert [info.resolved for info in infos] == ["cow", "off"]
+    assert "has a EncoderOnlyAttentionSpec, which drafts never" in infos[1].reason
 
 
 def test_state_that_vllm_keeps_a_copy_of_for_each_draft_is_native():
