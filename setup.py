@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adds the native library to the package; everything else is in pyproject.toml.
 
-It is a module of Python's limited API, so that one file serves every Python from 3.11:
-the wheel is tagged cp311-abi3-<platform>. CMake builds it (tools/native.py), CUDA
-included when nvcc is found or NWOR_CUDA=ON.
+The library is a module of Python's limited API, so one file serves every Python from
+3.11: the wheel is tagged cp311-abi3-<platform>. CMake builds it (tools/native.py), with
+CUDA code if nvcc is found or NWOR_CUDA=ON.
 """
 
 import re
@@ -17,14 +17,14 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 PACKAGE = "vllm_nwor"
-# An empty one each time: no module that was deleted gets into a wheel.
+# A new folder for each build: deleted modules do not get into a wheel.
 STAGING = TemporaryDirectory()
 sys.path.insert(0, str(ROOT / "tools"))
 import native  # noqa: E402
 
 
 class CMakeBuildExt(build_ext):
-    """Has CMake build `_nwor_C.so`, a name that every Python finds."""
+    """CMake builds `_nwor_C.so`, a file name that every Python finds."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split(".")[:-1]) / native.LIBRARY)
@@ -35,8 +35,8 @@ class CMakeBuildExt(build_ext):
 
 
 class PlatformWheel(bdist_wheel):
-    """For any Linux whose glibc has the symbols that the library needs: manylinux_2_X,
-    where 2.X is the newest version among them.
+    """Tags the wheel for any Linux whose glibc has the symbols that the library needs:
+    manylinux_2_X, where 2.X is the newest version of a symbol.
 
     The tag also promises that torch is all that is missing there; tests/unit/
     test_packaging.py has auditwheel check both.
@@ -46,7 +46,7 @@ class PlatformWheel(bdist_wheel):
         python, abi, platform = super().get_tag()
         library = Path(self.bdist_dir) / PACKAGE / native.LIBRARY
         if library.is_file():  # an editable wheel has none
-            # "GLIBC_2.17" and the like stand in the library for what it links to.
+            # The library contains the version of each symbol, such as "GLIBC_2.17".
             needed = re.findall(rb"\0GLIBC_2\.(\d+)", library.read_bytes())
             if needed:
                 tag = f"manylinux_2_{max(map(int, needed))}_"

@@ -1,24 +1,23 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Plants bugs in a copy of the tree, one at a time, and shows which test finds each.
+"""Plants bugs in a copy of the tree, one at a time, and reports which test finds each.
 
     python tools/mutation_check.py                    # all of them
     python tools/mutation_check.py --only int32_overflow
     python tools/mutation_check.py --json results/mutation_check.json [--selftest]
 
-A mutation (mutations.yml has them) replaces one piece of text, which must be there
-exactly once. The copy holds what git would see of the checkout; its native library is
-built there, too, again after each mutation (only what changed is compiled). The tests
-have to pass in the copy before the first mutation. The checkout stays as it is.
+A mutation (mutations.yml) replaces one piece of text, which must occur exactly once.
+The copy has the checkout's files that git tracks or would add; its native library is
+rebuilt after each mutation. The tests must pass in the copy before the first mutation.
 
-Caught means: pytest names a test that failed. A test run that ends otherwise (a crash,
-a mutation that does not compile) is an error, not a catch. Exit status: 0 all caught;
-1 one survived, or an error. --selftest: the audit's self-test must name a fault that it
-missed because that check was removed; in the file, a result in the result.
+Caught: pytest names a failed test. Any other end (a crash, a mutation that does not
+compile) is an error. Exit status: 0 all caught; 1 one survived, or an error.
+--selftest: the audit's self-test must report a fault as missed, because a check of the
+audit was removed; the result is saved under "selftest".
 
---cuda: what only the kernels of shadow blocks have, and of the log's what it leaves to
-them. `build` makes a library for each,
-`run` tries those on a GPU (tools/gpu/README.md). Not covered: all other CUDA kernels.
+--cuda: mutations of the CUDA kernels of shadow blocks. `build` makes a library for
+each, `run` tests those on a GPU (tools/gpu/README.md). Not covered: all other CUDA
+kernels.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import environment  # noqa: E402
 from benchmarks.files import write_json, write_whole  # noqa: E402
 
-# No engine among them: a minute or two in all.
+# Tests without an engine: a minute or two in all.
 TESTS = (
     "tests/unit/test_draft_manager.py",
     "tests/unit/test_audit.py",
@@ -65,13 +64,13 @@ TIMEOUT_SECONDS = 900
 
 
 class Mutation(NamedTuple):
-    """One bug: `old`, which is once in `file`, becomes `new`."""
+    """One bug: `old`, which occurs once in `file`, becomes `new`."""
 
     name: str
     file: str
     old: str
     new: str
-    selftest: bool = False  # it removes a check of the audit
+    selftest: bool = False  # removes a check of the audit
 
 
 _READ = yaml.safe_load(Path(__file__).with_name("mutations.yml").read_text("utf-8"))
@@ -84,14 +83,14 @@ MUTATIONS = tuple(
 
 
 class MutationError(RuntimeError):
-    """A mutation cannot be applied or tried; the text says which and why."""
+    """A mutation cannot be applied or tested; the message says which and why."""
 
 
 class TestRun(NamedTuple):
-    """How a run of the tests ended. failed: their names. error: why it says nothing
-    about the tests (a crash, a build that failed), or ""."""
+    """The end of a test run. failed: names of tests. error: a crash or a failed build,
+    or ""."""
 
-    __test__ = False  # pytest, this is no test
+    __test__ = False  # not a test class for pytest
 
     failed: tuple[str, ...] = ()
     error: str = ""
@@ -99,14 +98,14 @@ class TestRun(NamedTuple):
 
 @contextmanager
 def applied(mutation: Mutation, tree: Path) -> Iterator[None]:
-    """The mutation is in `tree` while the block runs. Raises MutationError if the file
-    is not there, or `old` not exactly once in it."""
+    """Applies the mutation to `tree` in the block. Raises MutationError if `old` does
+    not occur exactly once in the file."""
     path = tree / mutation.file
     before = path.read_text(encoding="utf-8") if path.is_file() else ""
     if (found := before.count(mutation.old)) != 1:
         raise MutationError(
-            f"{mutation.name}: {mutation.old!r} is {found} times in {mutation.file}; "
-            "must be there exactly once"
+            f"{mutation.name}: {mutation.old!r} occurs {found} times in "
+            f"{mutation.file}; must be exactly once"
         )
     path.write_text(before.replace(mutation.old, mutation.new), encoding="utf-8")
     try:
@@ -118,9 +117,9 @@ def applied(mutation: Mutation, tree: Path) -> Iterator[None]:
 def try_all(
     mutations: Sequence[Mutation], tree: Path, run_tests: Callable[[Path], TestRun]
 ) -> Iterator[dict[str, Any]]:
-    """Tries the mutations in `tree`, one after another. Gives what became of each:
+    """Tests the mutations in `tree`, one after another. Yields the outcome of each:
     "caught" (by `tests`, the first to fail), "survived" or "error". Raises
-    MutationError, before any was tried, if one does not fit or the tests do not pass.
+    MutationError at the start if one does not apply or the tests do not pass.
     """
     for mutation in mutations:
         with applied(mutation, tree):
@@ -141,15 +140,15 @@ def try_all(
 
 
 def copy_tree(to: Path) -> None:
-    """Copies the checkout's files as they are, those that git ignores left out. In its
-    folder `site` the package has its installed name: on PYTHONPATH it comes before the
-    installed package, which in development is the checkout itself."""
+    """Copies the checkout's files without ignored ones. The copy's folder `site` has
+    the package by its installed name: on PYTHONPATH it precedes the installed
+    package."""
     command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
-    if not (ROOT / ".git").exists():  # a copy of a checkout: all of it
+    if not (ROOT / ".git").exists():  # a copy of a checkout
         command = ["find", "-type", "f", "-printf", r"%P\0"]
     listed = subprocess.check_output(command, cwd=ROOT, text=True)
     for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():  # not: deleted, but still in git's index
+        if (ROOT / name).is_file():  # it may be deleted, but still in git's index
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, to / name)
     (to / "site").mkdir()
@@ -157,7 +156,7 @@ def copy_tree(to: Path) -> None:
 
 
 def run_python(tree: Path, *arguments: str, **env: str) -> tuple[int, str]:
-    """Exit status and output of this Python in `tree`; 124: it took too long."""
+    """Exit status and output of this Python in `tree`; 124: timeout."""
     path = f"{tree / 'site'}:{tree}:{os.environ.get('PYTHONPATH', '')}"
     env |= {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
@@ -168,8 +167,8 @@ def run_python(tree: Path, *arguments: str, **env: str) -> tuple[int, str]:
 
 
 def build_and_test(tree: Path, tests: Sequence[str], cuda: str | None) -> TestRun:
-    """Builds the native library in `tree` and runs its TESTS, or its SELFTEST. cuda:
-    "build" keeps the library, by what is in its sources; "run" takes that."""
+    """Builds the native library in `tree` and runs TESTS or SELFTEST. cuda: "build"
+    keeps the library, by a hash of its sources; "run" uses that one."""
     library = tree / "vllm/v1/nwor/_nwor_C.so"
     code = b"".join(path.read_bytes() for path in sorted(tree.glob("csrc/nwor/**/*.*")))
     kept = ROOT / "build/cuda-mutations" / f"{hashlib.sha256(code).hexdigest()}.so"
@@ -185,9 +184,8 @@ def build_and_test(tree: Path, tests: Sequence[str], cuda: str | None) -> TestRu
 
 
 def run_tests(tree: Path, tests: Sequence[str]) -> TestRun:
-    """Runs the SELFTEST in `tree`, or pytest until a test has failed: what is planted
-    may well crash the next one. Tests that could not even start (a fixture that broke,
-    say) are no catch."""
+    """Runs SELFTEST in `tree`, or pytest until a test fails, since the bug may crash
+    the next one. A test whose fixture fails is no catch."""
     options = ("-m", "pytest", "-q", "--tb=no", "-rf", "--exitfirst")
     options += ("-p", "no:cacheprovider", "-m", "not nightly")
     ran = SELFTEST[0].split() if tests == SELFTEST else (*options, *tests)
@@ -214,7 +212,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="nwor-mutation-") as folder:
         copy_tree(Path(folder))
         device = "cuda" if args.cuda == "run" else "cpu"
-        of_the_copy = environment.describe(device, ROOT)  # the checkout may go on
+        of_the_copy = environment.describe(device, ROOT)  # the checkout may change
         found = try_all(chosen, Path(folder), run)
         if args.cuda == "build":
             sys.exit("".join(one["error"] for one in found) or 0)
@@ -230,7 +228,7 @@ def main() -> int:
         result["environment"] = of_the_copy
         result |= {"tests": tests, "mutations": outcomes}
         known = json.loads(args.json.read_text()) if args.json.exists() else {}
-        if args.only is not None and known:  # the others stay as they were found
+        if args.only is not None and known:  # keeps the other outcomes
             whole = known["selftest"] if args.selftest else known
             one = outcomes[0] | {"environment": of_the_copy}
             others = whole["mutations"]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the native library, `_nwor_C.so`, with CMake and Ninja.
 
-setup.py uses it for wheels and editable installs, the Makefile (as a program) to
-bring the checkout's library up to date; a build with nothing to do takes a fraction
-of a second. Each configuration has a build directory of its own, so that switching
-between CPU and CUDA recompiles nothing, and the result is moved to its place by a
-rename: a process that has the old library loaded keeps it whole.
+setup.py uses it for wheels and editable installs. The Makefile runs it as a program to
+bring the checkout's library up to date; a build with nothing to do takes a fraction of
+a second. Each configuration has a build directory of its own, so that switching between
+CPU and CUDA recompiles nothing. The result is renamed into place: a process that has
+the old library loaded keeps it whole.
 
-It does not choose compilers or flags; CMakeLists.txt does.
+CMakeLists.txt chooses compilers and flags.
 
 Environment: NWOR_CUDA (AUTO, ON, OFF; AUTO means: if nvcc is on PATH) and
 NWOR_CUDA_ARCHS (a CMake list such as "90" or "80;90"; empty for the default).

@@ -8,6 +8,12 @@ option(NWOR_CUDA "Whether there is CUDA code: needs nvcc on PATH, or in CUDACXX"
 set(NWOR_CUDA_ARCHS "80;90;100;120" CACHE STRING "CUDA compute capabilities")
 
 if(NWOR_CUDA)
+  foreach(arch IN LISTS NWOR_CUDA_ARCHS)
+    if(NOT arch MATCHES "^([89]|[1-9][0-9])[0-9]")
+      message(FATAL_ERROR "NWOR_CUDA_ARCHS has '${arch}'; must be compute capabilities "
+        "of 80 or more: the kernels use __reduce_add_sync, which GPUs have since sm_80.")
+    endif()
+  endforeach()
   include(CheckLanguage)
   check_language(CUDA)
   if(NOT CMAKE_CUDA_COMPILER)
@@ -19,10 +25,6 @@ if(NWOR_CUDA)
     OUTPUT_VARIABLE known_archs)
   set(CMAKE_CUDA_ARCHITECTURES "")
   foreach(arch IN LISTS NWOR_CUDA_ARCHS)
-    if(NOT arch MATCHES "^([89]|[1-9][0-9])[0-9]")
-      message(FATAL_ERROR "NWOR_CUDA_ARCHS has '${arch}'; must be compute capabilities "
-        "of 80 or more: the kernels use __reduce_add_sync, which sm_80 has first.")
-    endif()
     if(known_archs MATCHES "compute_${arch}[^0-9a-z]")
       list(APPEND CMAKE_CUDA_ARCHITECTURES ${arch}-real)
       set(newest_arch ${arch})

@@ -35,6 +35,8 @@ from tests.helpers.runner_probe import (
     Observer,
     RunnerProbe,
     Step,
+    manager_of,
+    observer_of,
     request_name,
     unwrap_instance,
 )
@@ -181,13 +183,17 @@ class Engine(Player, Observer):
     @property
     def audit(self) -> Any:
         """The audit of this runner, or None."""
-        return self.runner.__dict__.get("nwor_audit")
+        return observer_of(self.runner, "audit")
+
+    @property
+    def infos(self) -> Any:
+        """What became of each KV-cache group: rows of vllm:nwor_info."""
+        return observer_of(self.runner, "transaction").infos
 
     @property
     def manager(self) -> Any:
         """NWOR's manager on this runner, or None if nothing is protected."""
-        state = self.runner.__dict__.get("nwor_state")
-        return None if state is None else state.manager
+        return manager_of(self.runner)
 
     @contextmanager
     def connected(self) -> Iterator[None]:

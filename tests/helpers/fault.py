@@ -17,7 +17,7 @@ import torch
 from tests.helpers import seam
 from tests.helpers.oracle import Watch
 from tests.helpers.player import MAX_STEPS
-from tests.helpers.runner_probe import manager_of
+from tests.helpers.runner_probe import manager_of, observer_of
 
 INJECTED = "injected into vLLM"
 # Staged steps before the one that fails.
@@ -67,12 +67,14 @@ class Fault(Watch):
             patch(runner.cudagraph_manager, "run_fullgraph", self._fail_after)
         else:
             patch(runner, "_model_forward", self._fail_after)
-        patch(self.manager, "stage", self._stage)
+        patch(observer_of(runner, "transaction"), "tables_final", self._stage)
+        runner.nwor_state.refresh()
         for name in ("execute_model", "sample_tokens"):
             patch(runner, name, self._leave)
 
     def lift(self) -> dict[str, Any]:
         self._stack.close()
+        self.probe.runner.nwor_state.refresh()
         return {"looks": self.looks, "fallbacks": self._fallbacks()}
 
     def _fallbacks(self) -> dict[str, int]:
@@ -103,15 +105,14 @@ class Fault(Watch):
             self._look(str(error))
             raise
 
-    def _stage(self, stage: Callable[..., bool], windows: Any) -> bool:
-        self.windows = windows
+    def _stage(self, stage: Callable[..., None], step: Any) -> None:
+        self.windows = step
         self.own, self.before = self._entries(), self.memory.read()
-        is_staged = stage(windows)
+        stage(step)
         self.num_until -= 1
         self.verified = self._entries()
-        if windows.num_drafts and not is_staged:
+        if step.num_drafts and step.awaits_forward:
             self._look()
-        return is_staged
 
     def _entries(self) -> list[torch.Tensor]:
         """Block tables and slot mappings of the step's requests."""

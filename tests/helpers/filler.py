@@ -18,7 +18,7 @@ from tests.helpers.runner_probe import Observer, RunnerProbe, Step
 class Filler(Observer):
     """From `fill` to `stop`: fills the unwritten slots of the target's layers before
     each forward, with those of rejected drafts. written: all other slots. `forget`
-    marks blocks that a request gets anew (`unwritten_blocks`). NWOR is off."""
+    marks blocks that a request newly gets (`unwritten_blocks`). NWOR is off."""
 
     def __init__(self, runner: Any) -> None:
         self.probe = RunnerProbe(runner)

@@ -177,15 +177,11 @@ def await_grammars(requests: Iterable[Any]) -> None:
         structured = request.structured_output_request
         while structured is not None and not structured.is_grammar_ready:
             if time.monotonic() > until:
-                raise RuntimeError(
-                    f"{request.request_id}: its grammar was not compiled in time"
-                )
+                raise RuntimeError(f"{request.request_id}: grammar not compiled")
             time.sleep(POLL_S)
         error = None if structured is None else structured.grammar
         if isinstance(error, Exception):
-            raise RuntimeError(
-                f"{request.request_id}: its grammar is invalid"
-            ) from error
+            raise RuntimeError(f"{request.request_id}: invalid grammar") from error
 
 
 def counters(engine: Any) -> dict[str, int]:

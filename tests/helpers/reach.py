@@ -35,7 +35,7 @@ def recorded(engine: Any, kind: str, name: str) -> Iterator[dict[str, Any]]:
     raises; REFUSED if the engine protects nothing, or in mode stage has no shadow
     pages, with NWOR's reason; EXACT otherwise.
     """
-    infos = engine.runner.nwor_state.infos
+    infos = engine.infos
     groups = itertools.chain(*engine.runner.attn_groups)
     names = {group.backend.get_name() for group in groups}
     # Backends of recurrent state are left out.

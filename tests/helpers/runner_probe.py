@@ -119,9 +119,15 @@ def target_layers(runner: Any) -> dict[str, Any]:
     return {name: layer for name, layer in layers if id(layer) in modules}
 
 
+def observer_of(runner: Any, name: str) -> Any:
+    """NWOR's observer of that name, "transaction" or "audit", or None."""
+    state = getattr(runner, "nwor_state", None)
+    return None if state is None else state.named(name)
+
+
 def manager_of(runner: Any) -> Any:
     """NWOR's manager; None if nothing is protected."""
-    return getattr(getattr(runner, "nwor_state", None), "manager", None)
+    return getattr(observer_of(runner, "transaction"), "manager", None)
 
 
 def block_tables(runner: Any) -> list[torch.Tensor]:
@@ -168,7 +174,7 @@ class RunnerProbe:
         """Fills the caches with finite random values, different for each slot, and
         resets the KV audit; while no request runs. A block's bytes do not depend on the
         number of blocks."""
-        if (audit := vars(self.runner).get("nwor_audit")) is not None:
+        if (audit := observer_of(self.runner, "audit")) is not None:
             audit.audit.forget_cache()
         for layer in self.layers().values():
             allocation(layer).fill_(seed)
@@ -345,7 +351,7 @@ def unwrap_instance(target: Any) -> None:
 def _is_hook(attribute: Any) -> bool:
     """Works for any copy of the package, without importing it."""
     code = getattr(attribute, "__code__", None)
-    return code is not None and code.co_filename.endswith("nwor/hooks/_wrap.py")
+    return code is not None and code.co_filename.endswith("nwor/base/wrap.py")
 
 
 def _step_from(scheduler_output: Any) -> Step:

@@ -17,7 +17,12 @@ from typing import Any
 from benchmarks.worker_extension import NworWorkerExtension
 
 from tests.helpers.byte_map import allocation, slot_bytes
-from tests.helpers.runner_probe import block_tables, cache_layers
+from tests.helpers.runner_probe import (
+    block_tables,
+    cache_layers,
+    manager_of,
+    observer_of,
+)
 
 NAME = "tests.helpers.worker_probe.WorkerProbe"
 # The modules of the classes for `test_oracle`.
@@ -45,7 +50,7 @@ class OracleExtension(NworWorkerExtension):
         if rank not in (None, runner.vllm_config.parallel_config.rank):
             return None
         table = block_tables(runner)[0]
-        (group,) = runner.nwor_audit.audit.groups
+        (group,) = observer_of(runner, "audit").audit.groups
         slot = int(table[0, 0]) * group.shape.entry_tokens + 1
         name = group.layers[1].name
         layer = cache_layers(runner)[name]
@@ -65,7 +70,7 @@ class WorkerProbe(OracleExtension):
 
     def audit_totals(self) -> dict[str, int]:
         """How much this rank's audit has compared."""
-        totals: dict[str, int] = self.model_runner.nwor_audit.audit.totals()
+        totals: dict[str, int] = observer_of(self.model_runner, "audit").audit.totals()
         return totals
 
     def plant(self, how: str, where: str) -> None:
@@ -75,7 +80,7 @@ class WorkerProbe(OracleExtension):
         module = runner.get_model() if where == "forward" else runner.rejection_sampler
 
         def hook(*args: Any) -> None:
-            if runner.nwor_state.manager.state.value == "logged":
+            if manager_of(runner).state.value == "logged":
                 print(PLANTED, file=sys.stderr, flush=True)
                 if how == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -5,8 +5,6 @@ The steps come from vLLM's metadata, vLLM's counts from `vllm:spec_decode_*`, NW
 from `get_metrics()`. Asynchronous outputs: tests/unit/test_metrics.py.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

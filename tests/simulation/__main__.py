@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the simulation, or plays one failing list of operations again.
+"""Runs the simulation, or replays a failing list of operations.
 
     python -m tests.simulation --operations 20000 --seat-steps 200000
     python -m tests.simulation --seed 7 --operations 1000
     python -m tests.simulation --seed 7 --replay '[["arrive", 0, 3], ...]'
 
-Seeds follow each other from --seed on, each a world of its own with up to 1000
-operations. The first violation is cut down to a short list and printed with the command
-that plays it; the exit status is 1. Then the same with the model of the seats' rule for
-an engine (--replay plays there if --of-seats is given, too).
+Each seed, from --seed on, is a world of its own with up to 1000 operations. The first
+violation is shrunk to a short list and printed with the command that replays it; the
+exit status is 1. Then the same with the model of the seats' rule (--replay with
+--of-seats).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPERATIONS_PER_SEED = 1000
 
 
 class Failure(AssertionError):
-    """A seed's failure, cut down. operations: the short list."""
+    """A seed's failure, shrunk. operations: the short list."""
 
     def __init__(
         self, error: Exception, seed: int, operations: list[Operation], planted: Any
@@ -49,12 +49,9 @@ class Failure(AssertionError):
 
 
 def run(seed: int, num_left: int, planted: Any = None) -> Counter[str]:
-    """Plays `num_left` operations (of the model of seats as many steps, if not a few
-    more), OPERATIONS_PER_SEED a seed, from `seed` on; what happened. planted: as in
-    Simulator.
-
-    Raises:
-        Failure: the first one found, already cut down.
+    """Plays `num_left` operations (of the model of seats at least so many steps),
+    OPERATIONS_PER_SEED per seed, from `seed` on; returns counts of events. planted: as
+    in Simulator. Raises Failure with the first violation, shrunk.
     """
     totals: Counter[str] = Counter()
     of_seats = isinstance(planted, type)
@@ -72,7 +69,7 @@ def run(seed: int, num_left: int, planted: Any = None) -> Counter[str]:
 
 
 def _cut_down(error: Any, seed: int, planted: Any) -> Failure:
-    """To a failure of the same kind."""
+    """Shrinks to a failure of the same kind."""
     latest = error
 
     def fails(operations: list[Operation]) -> bool:
@@ -91,8 +88,8 @@ def _cut_down(error: Any, seed: int, planted: Any) -> Failure:
 def shrink(
     operations: list[Operation], fails: Callable[[list[Operation]], bool]
 ) -> list[Operation]:
-    """The smallest list found for which `fails` still holds, as it does for
-    `operations`: it does not without any one of them, or with any number smaller."""
+    """A list for which `fails` still holds, but not if any operation is removed or any
+    number lowered."""
 
     before: list[Operation] = []
     while before != operations:
@@ -129,7 +126,7 @@ def main() -> int:
     parser.add_argument("--of-seats", action="store_true", help="--replay there")
     parser.add_argument("--json", type=Path, help="where to write what was found")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # copies this small gain nothing from more
+    torch.set_num_threads(1)  # more threads do not help copies this small
     if args.replay is not None:
         planted = Rule if args.of_seats else None
         Simulator(args.seed, planted).play(json.loads(args.replay))

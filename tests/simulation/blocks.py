@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's side of the cache: requests, a pool of blocks, prefix cache.
 
-Written after what vLLM's block pool and scheduler do, as plainly as possible. A
-request's text is what its target would say: token p of family f is always the same, so
-that requests of a family share prefixes, generated ones too.
+A simple model of vLLM's block pool and scheduler. Token p of the text of family f is
+always the same, so that requests of a family share prefixes, also generated ones.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ Key = tuple[int, tuple[int, ...]]
 
 @dataclass(eq=False)
 class Request:
-    """text: all tokens known. num_computed: how many have keys and values in the cache.
-    blocks: block ids for each group. family: which text it follows. index: of its state
-    in V2's runner, -1 without one. has_sampled: a token, so that it may have drafts."""
+    """text: known tokens. num_computed: how many have keys and values in the cache.
+    blocks: block ids by group. family: its text. index: state index in V2's runner, -1
+    without one. has_sampled: a token was sampled, so that it may have drafts."""
 
     name: str
     family: int
@@ -40,8 +39,8 @@ class Request:
 
 
 def condense(rows: list[Any], scheduled: Sequence[Any]) -> list[Any]:
-    """The batch of V1's runner: who stays keeps the row, new ones get the rows that
-    others left, and the last ones move into the holes that remain."""
+    """The batch of V1's runner: requests keep their rows, new ones get free rows, and
+    the last ones move to the free rows that remain."""
     kept = [row if row in scheduled else None for row in rows]
     for request in scheduled:
         if request not in kept:
@@ -57,14 +56,13 @@ def condense(rows: list[Any], scheduled: Sequence[Any]) -> list[Any]:
 
 
 class Blocks:
-    """Gives blocks to requests, and takes them back. Block 0 is vLLM's null block.
+    """The block pool. Block 0 is vLLM's null block.
 
-    free: least recently used first; a free block keeps its content, and can be found
-        again by its text, until it is given out. is_lifo: as in vLLM, one that cannot
-        be found goes to the front.
-    references: how many requests have a block, whatever its group.
+    free: least recently used first; a free block stays cached until it is given out.
+        is_lifo: as in vLLM, an uncached one goes to the front.
+    references: how many requests have a block.
     chunk_tokens: the least number of tokens that fills whole blocks in every group.
-    totals: the chunks that came from the prefix cache and the evictions are added.
+    totals: counts prefix hits and evictions.
     """
 
     def __init__(self, cache: Cache, is_lifo: bool, totals: Counter[str]) -> None:
@@ -79,7 +77,7 @@ class Blocks:
         self.totals = totals
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Blocks for the first `num_tokens` tokens, if there are enough free ones."""
+        """Allocates blocks for `num_tokens` tokens; False if too few are free."""
         missing = sum(
             max(-(-num_tokens // size) - len(blocks), 0)
             for size, blocks in self._by_group(request)
@@ -92,8 +90,7 @@ class Blocks:
         return True
 
     def start(self, request: Request) -> None:
-        """What the prefix cache knows of a request's text becomes its own; at least one
-        token is left to compute."""
+        """Gives a request its cached prefix; at least one token is left to compute."""
         while (end := request.num_computed + self.chunk_tokens) < len(request.text):
             found = [
                 [
@@ -110,8 +107,7 @@ class Blocks:
             self.totals["prefix_hits"] += 1
 
     def commit(self, request: Request, num_tokens: int) -> None:
-        """`num_tokens` more have keys and values; blocks they filled can be found by
-        their text from now on."""
+        """`num_tokens` more are computed; full blocks become cached."""
         before = request.num_computed
         request.num_computed += num_tokens
         for gid, (size, blocks) in enumerate(self._by_group(request)):
@@ -122,8 +118,8 @@ class Blocks:
                     self.cached[key], self.key_of[block] = block, key
 
     def take_back(self, request: Request) -> bool:
-        """The last full chunk and all behind it have to be computed again, as after a
-        load that failed; False if others have the blocks too."""
+        """The last full chunk and all behind it must be computed again, as after a
+        failed load; False if their blocks are shared."""
         start = (request.num_computed - 1) // self.chunk_tokens * self.chunk_tokens
         again = [
             block
@@ -138,11 +134,11 @@ class Blocks:
         return True
 
     def release(self, request: Request) -> None:
-        """All blocks go back, of which the last ones are given out first."""
+        """Frees all blocks, the last ones first."""
         for blocks in request.blocks:
             for block in blocks:
                 self.references[block] -= 1
-                assert self.references[block] >= 0, f"block {block} is nobody's"
+                assert self.references[block] >= 0, f"block {block} is not in use"
             freed = [block for block in blocks[::-1] if self.references[block] == 0]
             at_front = [b for b in freed if self.is_lifo and b not in self.key_of]
             self.free.extendleft(reversed(at_front))
@@ -151,7 +147,7 @@ class Blocks:
         request.num_computed = 0
 
     def fork(self, parent: Request, child: Request) -> None:
-        """The child shares full blocks and gets copies of those partly filled, if any:
+        """The child shares full blocks and gets a copy of the partial one, as with
         vLLM's fine-grained prefix hits. Requires a free block for each group."""
         child.num_computed = parent.num_computed
         for group, donor, blocks in zip(
@@ -184,7 +180,7 @@ class Blocks:
         own += blocks
 
     def _forget(self, block: int) -> bool:
-        """It cannot be found any more; whether it could."""
+        """Removes a block from the prefix cache; whether it was there."""
         key = self.key_of.pop(block, None)
         if key is not None:
             del self.cached[key]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One allocation that holds the caches of all layers, and the plain model of it.
 
-The model is a copy of the whole allocation, guard bytes included. Which bytes belong
-to a slot says the reference of the kernel tests, not the package under test.
+The model is a copy of the whole allocation with its guard bytes. The bytes of a slot
+come from the kernel tests' reference, not from the package under test.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 
 from tests.kernels import reference
-from vllm_nwor.transaction.draft_manager import LayerCache
 from vllm_nwor.layout.kv_layout import packed_layout, row_layout, runs_of
-from vllm_nwor.transaction.shadow_blocks import ShadowRegion, blocks_per_seat
+from vllm_nwor.layout.regions import ShadowRegion, blocks_per_seat
+from vllm_nwor.layout.tables import LayerCache
 
 Bytes = npt.NDArray[np.uint8]
 Index = npt.NDArray[np.int64]
@@ -34,7 +34,7 @@ PACKED_KINDS = ("columns", "pairs")
 
 
 class Violation(AssertionError):
-    """A guarantee did not hold. kind: which check found it, in a few words."""
+    """A violated guarantee. kind: the check that found it."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(f"{kind}: {detail}")
@@ -45,13 +45,13 @@ class Violation(AssertionError):
 class Group:
     """One KV-cache group: layers that share a block size and a block table.
 
-    entry_tokens: positions for which an entry of the worker's block table stands.
-    region: its shadow blocks, if it is staged; they lie behind the scheduler's.
-    layers: by name where the bytes of each slot lie, [num_slots, slot_bytes] int64.
-    protected: by name what the manager gets; a drafter's layer is not among them.
+    entry_tokens: positions per entry of the worker's block table.
+    region: its shadow blocks, behind the scheduler's, if it is staged.
+    layers: by name the places of each slot's bytes, [num_slots, slot_bytes] int64.
+    protected: the layers that the manager gets, without the drafter's.
     index: [num_slots, bytes of all layers] int64, the layers' indices side by side.
-    layer_of: [bytes of all layers]: the layer's name that a column belongs to.
-    is_protected: [bytes of all layers] bool: whether that layer is.
+    layer_of: [bytes of all layers]: the layer's name of each column.
+    is_protected: [bytes of all layers] bool: whether that layer is protected.
     """
 
     block_size: int
@@ -67,34 +67,32 @@ class Group:
         self.is_protected = np.isin(self.layer_of, list(self.protected))
 
     def entries(self, blocks: list[int]) -> Index:
-        """The entries of the worker's table that stand for a request's blocks."""
+        """The entries of the worker's table for a request's blocks."""
         per_block = self.block_size // self.entry_tokens
         first = np.array(blocks, dtype=np.int64)[:, None] * per_block
         return (first + np.arange(per_block)).ravel()
 
     def blocks_index(self, first: int, num_blocks: int = 1) -> Index:
-        """[num_blocks * block_size, bytes of all layers]: where their bytes lie."""
+        """[num_blocks * block_size, bytes of all layers]: places of these blocks'
+        bytes."""
         return self.index[first * self.block_size :][: num_blocks * self.block_size]
 
 
 class Cache:
-    """The allocation as it is, and as it should be.
+    """The real allocation, and the expected one.
 
     real: the bytes that the manager and its ops work on.
-    expected: what a transactional cache holds.
-    dirty: [bytes] bool: True where plain vLLM would have what a rejected draft wrote
-        last, or a copy of that; elsewhere it would have the bytes of `expected`.
-    is_shadow: [bytes] bool: of protected layers' shadow blocks.
+    expected: the bytes of a transactional cache.
+    dirty: [bytes] bool: True where plain vLLM would have bytes of a rejected draft, or
+        a copy of them; elsewhere it would have those of `expected`.
+    is_shadow: [bytes] bool: protected layers' shadow blocks.
     num_blocks: the scheduler's.
     """
 
     def __init__(self, draw: random.Random) -> None:
-        """1 to 3 groups of 1 to 3 layers with layouts drawn from `draw`.
-
-        Groups have their own layers, or (as vLLM's hybrid caches) share the
-        allocations, each with its own view of the blocks that the common pool gave it.
-        No group is staged, or all, or the first one only.
-        """
+        """1 to 3 groups of 1 to 3 layers with layouts drawn from `draw`. Groups have
+        their own memory, or share it as in vLLM's hybrid caches. No group is staged, or
+        all, or the first one only."""
         self.num_blocks = num_blocks = draw.choice((16, 32, 48))
         num_groups, num_layers = draw.choice((1, 1, 2, 2, 3)), draw.randint(1, 3)
         shares_memory = num_groups > 1 and draw.random() < 0.4
@@ -103,7 +101,7 @@ class Cache:
         num_staged = draw.choice((0, 1, 1, num_groups, num_groups))
         num_seats = draw.choice((2, MAX_REQUESTS, MAX_REQUESTS))
         kinds = draw.choice((ROW_KINDS, PACKED_KINDS, ROW_KINDS + PACKED_KINDS))
-        # The last layer may be the drafter's, or its whole group: vanilla.
+        # The last layer may be the drafter's, which is not protected.
         has_drafter = num_groups * num_layers > 1 and draw.random() < 0.3
         regions: list[ShadowRegion | None] = [None] * num_groups
         for gid, size in enumerate(sizes[:num_staged]):
@@ -122,7 +120,7 @@ class Cache:
         self.groups: list[Group] = []
         end = GUARD_BYTES
         for gid, size in enumerate(sizes):
-            per_block = draw.choice((1, 1, 2))  # a kernel's blocks may be smaller
+            per_block = draw.choice((1, 1, 2))  # the kernel's blocks may be smaller
             slot_bytes = draw.choice((8, 16, 24))
             side_by_side = draw.random() < 0.3
             gap = ALIGNMENT * draw.choice((0, 0, 1, 3))
@@ -169,14 +167,14 @@ class Cache:
         block_stride: int,
         start: int,
     ) -> tuple[Index, LayerCache]:
-        """A layer's index, and its cache as the manager gets it; strides and `start` in
-        bytes, blocks as its kernel counts them."""
+        """A layer's index, and its cache for the manager; strides and `start` in bytes,
+        in the kernel's blocks."""
         heads = draw.choice((1, 2)) if kind in ("nhd", "hnd") else 1
         size = slot_bytes // heads
         by_slot, by_head = slot_bytes, size
         if kind == "hnd":
             by_slot, by_head = size, block_size * size
-        # As vLLM would bind it.
+        # The tensor that vLLM would bind.
         dtype = draw.choice((torch.uint8, torch.bfloat16, torch.float32))
         item = dtype.itemsize
         tensor = self._memory.view(dtype).as_strided(
@@ -200,8 +198,8 @@ class Cache:
         return start + plain.index.numpy(), LayerCache(name, tensor, layout)
 
     def write_step(self, at: Index, payload: Bytes, keep_mask: Mask) -> None:
-        """A step's forward, in the model: `keep_mask` is False where NWOR puts the old
-        bytes back. The real bytes are written by the step itself."""
+        """A step's forward in the model: `keep_mask` is False where NWOR restores the
+        old bytes."""
         self.dirty[at] = ~keep_mask
         self.expected[at[keep_mask]] = payload[keep_mask]
 

@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real manager around each step of a simulated runner, and what it has to do.
+"""The real manager around each step of a simulated runner, and the checks.
 
-Checked in every step, over the whole allocation and its guard bytes:
+Checked in every step over the whole allocation and its guard bytes, by guarantee:
 
-    stage and begin change nothing of the cache but shadow blocks (and nothing beside
-    the memory that the manager was given)
-    1  rejected slots hold what they held when the step began
-    2  every other byte is what vLLM wrote, and what plain vLLM would have, except
-       where vanilla's last write was a rejected draft or a copy of one, or was lost
-       with a step that failed
-    3  through the tables a forward reads, at each committed position, what it would
-       read in vanilla; the rows it writes are where the tables say; between stage and
-       commit no byte of a real block at a row in a shadow block changes
-    6  a planted fault turns exactly the launch that it hit into vanilla, is counted
-       under its reason and logged once; under STRICT, and where kept rows are lost, it
-       raises instead, which ends the engine
+    1  rejected slots hold their bytes from before the step 2  every other byte is plain
+    vLLM's, except where its last write was a rejected draft
+       or a copy of one, or was lost with a failed step
+    3  through the block tables a forward reads plain vLLM's bytes at each committed
+       position; between stage and commit no real slot of a row in a shadow block
+       changes
+    6  an injected fault affects only the launch that it hit, is counted by its reason
+    and
+       logged once; in strict mode, and if kept rows are lost, it raises instead
     7  each launch's counters, and the scheduler's identities through NworStats
     9  a begin that is left out is counted, and is a breach
-    block tables and slots are vLLM's own; between stage and commit or abort each entry
-    with a draft is its seat's shadow, and nothing else is replaced
-    one launch for each table of layers; the manager's state and its invariants
+
+Also: stage and begin change nothing but shadow blocks and the manager's memory; block
+tables and slots are vLLM's own, except that between stage and commit each entry with a
+draft is its seat's shadow; one launch per layer table; the manager's state and
+invariants.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -45,8 +45,9 @@ from tests.simulation.cache import (
 from tests.simulation.seats import Rule
 from tests.simulation.step import MAX_TOKENS, Rows, Step, Table, slots_of
 from vllm_nwor import metrics, ops
-from vllm_nwor.config import Mode, NworConfig, Strict
+from vllm_nwor import step as nwor
 from vllm_nwor.base.errors import NworError
+from vllm_nwor.config import Mode, NworConfig, Strict
 from vllm_nwor.layout.regions import StagedGroup
 from vllm_nwor.transaction.counters import Report
 from vllm_nwor.transaction.draft_manager import DraftCommitManager
@@ -55,8 +56,8 @@ from vllm_nwor.transaction.states import State
 from vllm_nwor.transaction.undo_log import num_bytes
 
 LOG_GUARD = 0xA7
-# Of a step: none; an op raises; vLLM's forward or sampler raises; begin is not called;
-# all groups are logged.
+# Faults of a step: none; an op raises; vLLM's forward or sampler raises; begin is not
+# called; all groups are logged.
 FAULTS = (
     *("none", "log", "restore", "stage", "commit"),
     *("forward", "sampler", "missed", "all logged"),
@@ -64,9 +65,9 @@ FAULTS = (
 
 
 class Fault(NamedTuple):
-    """name: one of FAULTS. call: of the op, modulo those there are. moment: 0: it
-    raises before it did anything, 1: after half of its layers, 2: after all its work;
-    what vLLM raises is seen by the hook before 2."""
+    """name: one of FAULTS. call: of the op, modulo their number. moment: an op raises
+    before its work (0), after half of its layers (1) or after all of them (2); a hook
+    sees vLLM's exception unless it is 2."""
 
     name: str
     call: int
@@ -74,8 +75,8 @@ class Fault(NamedTuple):
 
 
 class FaultyOps:
-    """The functions of `vllm_nwor.ops`, of which one call can be made to raise: the
-    manager's `ops` seam. calls: of each op, since `arm`."""
+    """The functions of `vllm_nwor.ops`, one call of which can be made to raise. calls:
+    of each op since `arm`."""
 
     NAMES: ClassVar = {
         "log_cache_slots": "log",
@@ -84,7 +85,7 @@ class FaultyOps:
         "commit_draft_layer": "commit",
         "unstage": "unstage",
     }
-    # By moment: nothing that an op may raise is special.
+    # By moment: any exception of an op is handled.
     ERRORS = (RuntimeError, MemoryError, OSError)
 
     def __init__(self) -> None:
@@ -92,12 +93,12 @@ class FaultyOps:
         self.arm(Fault("none", 0, 0))
 
     def arm(self, fault: Fault) -> None:
-        """A new step begins, with this fault or none."""
+        """Begins a step with this fault."""
         self.fault = fault
         self.calls: Counter[str] = Counter()
 
     def num_done(self, num_layers: int) -> int:
-        """Layers that the call that fails does."""
+        """How many layers the failing call processes."""
         return (0, num_layers // 2, num_layers)[self.fault.moment]
 
     def __getattr__(self, name: str) -> Any:
@@ -130,16 +131,16 @@ def require_same(kind: str, found: Any, expected: Any) -> None:
 
 
 class Engine:
-    """A manager with what counts for it, on the cache as it is.
+    """A manager and its expected state.
 
-    planted: is done to the manager before its first step. strict: under
+    planted: called with the manager before its first step. strict:
         VLLM_NWOR_STRICT=always. has_indices: V2's runner. capacity: of the undo log, in
         drafts.
-    totals: what happens is added to it.
+    totals: counts events.
     launches: for each row of the manager's counters the group and the layers' names.
-    tables, slots: the worker's, that stage patches; own: copies as vLLM filled them.
-    state, counters, fallbacks: what the manager's should be. reported: what of
-        the fallbacks came to the metrics. log_lines: warnings about them, by reason.
+    tables, slots: the worker's, which stage patches; own: copies of vLLM's values.
+    state, counters, fallbacks: the manager's expected ones. reported: fallbacks in the
+        metrics. log_lines: warnings about fallbacks, by reason.
     """
 
     def __init__(
@@ -180,6 +181,9 @@ class Engine:
             planted(self.manager)
         infos = [metrics.GroupInfo(0, "cow", "cow", "simulated")]
         self.report = Report(infos, self.manager)
+        # Of the step being made; indices of all requests in the runner's states.
+        self.windows: nwor.Step | None = None
+        self.live: Mapping[str, int] = {}
         self.stats = metrics.NworStats()
         self.state = State.IDLE
         self.counters = self.manager.counters.numpy().copy()
@@ -229,10 +233,9 @@ class Engine:
         payloads: np.random.Generator,
         live: Mapping[str, int],
     ) -> bool:
-        """The runner's step. begins, pads, bound: as in Step. form: of the sampler's
-        output. payloads: gives what the forward writes. live: all requests' indices.
-
-        Returns whether the output reaches the scheduler; if NWOR raised, `is_dead`.
+        """One step. begins, pads, bound: as in Step. form: of the sampler's output.
+        payloads: the bytes of the forward. live: all requests' state indices. Returns
+        whether the output reaches the scheduler; sets `is_dead` if NWOR raised.
         """
         seats = self._seats(batch, live)
         step = Step(batch, self.groups, pads, begins, bound, seats)
@@ -252,7 +255,7 @@ class Engine:
         return ends and not self.is_dead
 
     def _begin(self, step: Step, fault: Fault) -> bool:
-        """Everything up to the forward; whether NWOR raised (STRICT)."""
+        """Everything before the forward; whether NWOR raised."""
         is_missed = fault.name == "missed"
         reasons = [metrics.STALE_LOG] * self.state.is_open
         if self.state is not State.FAILED:
@@ -265,8 +268,10 @@ class Engine:
             self.totals[f"faults/{fault.name}"] += 1
 
         def enter() -> None:
-            # What the hook does when a step of the runner starts.
-            self.manager.start_step(keeps=not step.begins)
+            # As the hook at the start of a step.
+            scheduled: Any = SimpleNamespace(has_drafts_of_new=lambda: step.begins)
+            self.manager.start_step(scheduled)
+            self.windows = None
             self._check_tables(self.own, self.own_slots)
             for table, own in zip(self.tables, step.tables, strict=True):
                 table[: len(own)] = own
@@ -275,11 +280,12 @@ class Engine:
             if is_missed:
                 self.manager.abort(metrics.STALE_LOG)
             elif step.num_known:
-                how = self.has_indices, self._lacks_seats(step)
-                windows = step.windows(self.slots, self.tables, *how)
+                how = self.has_indices, self.live
+                self.windows = windows = step.windows(self.slots, self.tables, *how)
                 if self.regions and fault.name != "all logged":
                     self.manager.stage(windows)
-                self.manager.begin(windows)
+                if windows.awaits_forward:
+                    self.manager.begin(windows)
 
         raised = self._attempt(enter, reasons)
         self._check_calls("stage", step.staged)
@@ -290,12 +296,12 @@ class Engine:
         self._check_reads(step)
         self.check_bytes("guarantee 2 (begin changed the cache)")
         for guard in (self.memory[:GUARD_BYTES], self.memory[-GUARD_BYTES:]):
-            require_same("memory beside the log", set(guard.tolist()), {LOG_GUARD})
+            require_same("memory around the log", set(guard.tolist()), {LOG_GUARD})
         return raised
 
     def _plan(self, step: Step, fault: Fault) -> list[str]:
-        """How a step with drafts has to run: sets its groups and the state, and arms
-        the fault; returns why it runs otherwise than it should."""
+        """Sets the expected groups and state of a step with drafts, and arms the fault;
+        returns the expected fallbacks."""
         everything, staged = {gid for gid, _ in self.launches}, set(self.regions)
         if fault.name == "all logged":
             staged = set()
@@ -315,7 +321,7 @@ class Engine:
         elif self._arm(fault, "log", logged):
             reasons.append(metrics.BEGIN_FAILED)
             logged = set()
-            if staged and self.strict:  # the hook puts the tables back
+            if staged and self.strict:  # the hook restores the tables
                 reasons.append(metrics.STEP_FAILED)
                 self.state = State.IDLE
                 return reasons
@@ -328,7 +334,7 @@ class Engine:
         return reasons
 
     def _arm(self, fault: Fault, op: str, groups: set[int]) -> bool:
-        """Whether `fault` hits this op, which is launched for these groups."""
+        """Arms `fault` if it is this op's, which is launched for these groups."""
         if fault.name != op or not groups:
             return False
         self.seam.arm(fault._replace(call=fault.call % self._num_launches(groups)))
@@ -339,13 +345,13 @@ class Engine:
         return sum(gid in groups for gid, _ in self.launches)
 
     def _put_back(self) -> None:
-        """What the hook does where an exception leaves the runner."""
+        """As the hook when an exception leaves the runner."""
         if self.manager.state is State.STAGED:
             with contextlib.suppress(NworError):
                 self.manager.abort(metrics.STEP_FAILED)
 
     def _fail(self, step: Step, payload: Bytes, fault: Fault) -> None:
-        """The forward or the sampler raises; a hook is around it until moment 2."""
+        """The forward or the sampler raises; a hook sees it unless the moment is 2."""
         written = payload.size
         if fault.name == "forward":
             written = fault.call * payload.size // 6
@@ -380,10 +386,10 @@ class Engine:
         self.cache.write_step(index, payload, keep_mask)
 
         def end() -> None:
-            if self.manager.is_open:
-                self.manager.commit(step.acceptance(form))
-            else:
-                self.manager.end_unlogged(step.num_drafts)
+            if self.windows is not None:
+                self.manager.commit(self.windows, step.acceptance(form))
+            elif step.num_drafts:
+                self.manager.miss_begin(f"{step.num_drafts} drafts")
 
         raised = self._attempt(end, reasons, raises=True if is_lost else None)
         self._check_tables(self.own, self.own_slots)
@@ -416,13 +422,13 @@ class Engine:
         return raised
 
     def _is_partly_plain(self, step: Step) -> bool:
-        """Whether windows without a seat could not be logged."""
+        """Whether windows without a seat are not logged."""
         return bool(step.staged) and self._lacks_seats(step) and not step.logged
 
     def _failed_layers(self, step: Step) -> tuple[list[str], list[str]]:
-        """The layers that this commit will not copy from shadow blocks, and those that
-        it will not restore: a restore that fails keeps no other from it, a staged
-        commit ends at once."""
+        """The layers that this commit does not copy from shadow blocks, and those that
+        it does not restore: after a failed restore the others still run, after a failed
+        staged commit they do not."""
         fault = self.seam.fault
         if fault.name not in ("restore", "commit"):
             return [], []
@@ -438,8 +444,9 @@ class Engine:
     def _seats(
         self, batch: Sequence[Rows], live: Mapping[str, int]
     ) -> list[int | None]:
-        """Of each row, as the hooks have it: on V1 its place in the batch, on V2 that
-        of its index, in steps with drafts."""
+        """The seat of each row: on V1 its place in the batch, on V2 by its state index,
+        assigned in steps with drafts."""
+        self.live = live
         shadow, seats = self.manager.shadow, [*range(len(batch))]
         if self.has_indices:
             seats = [rows.request.index for rows in batch]
@@ -450,16 +457,15 @@ class Engine:
         return [seat if 0 <= seat < self.num_seats else None for seat in seats]
 
     def _lacks_seats(self, step: Step) -> bool:
-        """As the hooks see it: V2's does not look at drafts."""
+        """As in the hooks; V2's ignores whether a request has drafts."""
         return bool(self.regions) and any(
             seat is None and (rows.num_drafts > 0 or self.has_indices)
             for rows, seat in zip(step.rows, step.seats, strict=True)
         )
 
     def _staged_tables(self, step: Step) -> list[Table]:
-        """What stage puts in the tables, and, as step.num_copied, how many committed
-        rows it has to copy: those of a block with drafts, unless the seat has them from
-        the step before."""
+        """The block tables after stage. Sets step.num_copied: the committed rows in
+        blocks with drafts that the seat does not have from the previous step."""
         tables = [table.copy() for table in self.own]
         for gid in step.staged:
             group, region = self.groups[gid], self.regions[gid]
@@ -485,9 +491,9 @@ class Engine:
     def _attempt(
         self, call: Callable[[], None], reasons: list[str], raises: bool | None = None
     ) -> bool:
-        """Calls what must count these fallbacks, log the first of each, and leave the
-        expected state. raises: None: under STRICT; True: tokens are lost, the exception
-        is the only sign. Returns whether there was one."""
+        """Runs `call`, which must count these fallbacks, log the first of each, and
+        leave the expected state. raises: None: in strict mode; True: always, since
+        tokens are lost. Returns whether it raised."""
         raised = False
         try:
             call()
@@ -507,7 +513,7 @@ class Engine:
         return raised
 
     def _check_calls(self, op: str, groups: set[int]) -> None:
-        """As many as there are tables of layers in these groups."""
+        """One call per layer table of these groups."""
         if groups:  # or else the op may have been tried
             expected = self._num_launches(groups)
             require_same(f"launches ({op})", self.seam.calls[op], expected)
@@ -518,7 +524,7 @@ class Engine:
         require_same("slots", self.slots, slots)
 
     def _check_reads(self, step: Step) -> None:
-        """What a forward reads through the tables of staged groups."""
+        """Compares the bytes that a forward reads through staged groups' tables."""
         sizes = [rows.request.num_computed for rows in step.rows]
         row = np.repeat(np.arange(len(sizes)), sizes)
         position = np.concatenate([np.arange(size) for size in sizes])
@@ -535,8 +541,8 @@ class Engine:
                 )
 
     def check_bytes(self, kind: str, rejected: Index | None = None) -> None:
-        """Beside shadow blocks, which may hold anything. rejected: where the bytes of
-        restored slots lie."""
+        """Compares all bytes outside shadow blocks. rejected: places of restored
+        slots."""
         wrong = (self.cache.real != self.cache.expected) & ~self.cache.is_shadow
         if rejected is not None and wrong[rejected].any():
             kind = "guarantee 1 (a rejected slot is not as it was)"
@@ -546,7 +552,7 @@ class Engine:
     def _expected_counts(
         self, step: Step, not_committed: list[str], not_restored: list[str]
     ) -> Index:
-        """Exactly what each launch that does its work has to add."""
+        """The exact increments of each launch's counters."""
         rose = np.zeros_like(self.counters)
         for launch, (gid, names) in enumerate(self.launches):
             is_staged = step.can_stage & (gid in step.staged)
@@ -554,7 +560,7 @@ class Engine:
             bytes_of = self.slot_bytes
             done = sum(bytes_of[name] for name in names if name not in not_committed)
             if done and gid in step.staged:
-                # Those that it has to leave alone are the log's, if there is one.
+                # Windows that are not staged are the log's, if there is one.
                 is_alone = not self._lacks_seats(step)
                 counts, _ = step.counts(is_staged | is_alone)
                 rows = step.num_copied[gid] * done, step.num_kept[gid] * done
@@ -569,8 +575,8 @@ class Engine:
     def _check_report(
         self, step: Step, rose: list[int] | None, is_missed: bool
     ) -> None:
-        """What would be in the metrics, from worker and scheduler together. rose: of
-        the counters, None for a step that goes without counts."""
+        """Compares the step's report of worker and scheduler. rose: increments of the
+        counters, None if they are unavailable for this step."""
         payload = self.report.take_payload()
         counted, scheduled = step.counted_and_scheduled()
         if payload is not None:

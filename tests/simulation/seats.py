@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seats' rule: when a seat's shadow rows need not be copied anew; and a model of it
-alone.
+"""The rule for reusing a seat's shadow rows without copying them, and a model of it.
 
-A seat keeps its shadow blocks from step to step. Whoever is in it next, a request that
-moved into the row or one that got the state index, may have other rows in the real
-block, or a block of the same id with other rows. `Rule` says when the shadow counts.
-`SeatEngine` takes the place of the engine, and of the manager in it: without tensors,
-and much faster. Every write is a new number, never a function of the token, so that a
-row that counts and is not the real one shows at once.
+A seat keeps its shadow blocks from step to step. The next request in that seat may have
+other rows in the real block, or other rows in a block with the same id. `Rule` decides
+whether the shadow's rows are valid. `SeatEngine` replaces the engine and its manager,
+without tensors and much faster. Every write is a new number, so that a reused row that
+differs from the real one is noticed at once.
 
-What of the rule is needed, `test_simulation` shows by leaving it out. Two parts are
-redundant, no interleaving distinguishes the rule from one without them: `valid` equal
-to the first position, and `entry` 0 after a row that was not staged. For an entry that
-is partly filled has one owner: whoever gets it later does so by a step without drafts,
-or by a copy and has drafts in its first step, and both set the seat's step apart. And
-an entry whose last row was written beside the shadow is full, and not staged again.
+`test_simulation` shows that each part of the rule is needed, by leaving it out. Two
+parts are redundant: `valid` equal to the first position, and `entry` 0 after a row that
+was not staged. A partly filled entry has one owner: a later owner gets it by a step
+without drafts, or by a copy and has drafts in its first step, and both separate the
+seat's steps. And an entry whose last row was not written to the shadow is full, and not
+staged again.
 """
 
 from __future__ import annotations
@@ -29,11 +27,11 @@ from tests.simulation.step import EMPTY, MAX_TOKENS, PADDED, Rows
 
 
 class Rule:
-    """The rule, and so the places for mutations.
+    """The rule; tests override its methods.
 
-    step: the runner's. saved: of a seat the step in which it was staged last; behind
-    the last row that was kept then, -1 before commit; the real entry of that row, 0 if
-    the row was not staged.
+    step: the runner's. saved: for each seat the step in which it was staged last; the
+    end of the rows kept then, -1 before commit; the real entry of the last one, 0 if it
+    was not staged.
     """
 
     def __init__(self) -> None:
@@ -41,16 +39,16 @@ class Rule:
         self.saved: Any = defaultdict(lambda: (0, -1, 0))
 
     def start(self, has_drafts: bool, is_staged: bool, begins: bool) -> None:
-        """A step of the runner begins."""
+        """Begins a step of the runner."""
         self.step += self.rise(has_drafts, is_staged, begins)
 
     def rise(self, has_drafts: bool, is_staged: bool, begins: bool) -> int:
-        """begins: a request that is new or comes back has drafts in this step, so that
-        its rows had no step of their own: it counts twice."""
+        """begins: a new or resumed request has drafts in this step, which counts twice,
+        since its earlier rows had no step of their own."""
         return 1 + begins
 
     def counts(self, seat: Any, first_position: int, entry: int) -> bool:
-        """Whether the rows before `first_position` are in the shadow of `entry`."""
+        """Whether the shadow of `entry` has the rows before `first_position`."""
         return self.saved[seat] == (self.step - 1, first_position, entry)
 
     def stage(self, seat: Any) -> None:
@@ -61,10 +59,10 @@ class Rule:
 
 
 class SeatCache:
-    """The blocks of one group. real: what was last written to each row."""
+    """The blocks of one group. real: the last write to each row."""
 
     def __init__(self, draw: random.Random) -> None:
-        self.tokens = draw.choice((1, 2, 2, 3, 4))  # of an entry
+        self.tokens = draw.choice((1, 2, 2, 3, 4))  # per entry
         self.block_size = self.tokens * draw.choice((1, 1, 2))
         self.num_blocks = 2 + draw.choice((1, 2, 3)) * MAX_TOKENS // self.block_size
         self.num_seats = draw.choice((2, MAX_REQUESTS, MAX_REQUESTS))
@@ -79,8 +77,7 @@ class SeatCache:
 
 
 class SeatEngine:
-    """What the simulator has for an engine. shadows: of each seat what was written to
-    each of its rows."""
+    """The simulator's engine. shadows: the last write to each row of each seat."""
 
     is_dead = False
 
@@ -101,13 +98,13 @@ class SeatEngine:
         self.num_writes = 0
 
     def run(self, batch: list[Rows], begins: bool, fault: Any, **drawn: Any) -> bool:
-        """A step of the runner; whether its output reaches the scheduler. Of the faults
-        some fail after stage, and some are steps that log, or stage nothing."""
+        """A step of the runner; whether its output reaches the scheduler. Some faults
+        happen after stage; with others the step logs, or stages nothing."""
         has_drafts = any(rows.num_drafts for rows in batch)
         is_staged = has_drafts and fault.name not in ("stage", "missed", "all logged")
         self.rule.start(has_drafts, is_staged, begins)
         found = dict(zip(batch, self._seats(batch, drawn["live"]), strict=True))
-        # Others are logged, which adds nothing here.
+        # Other windows are logged, which this model leaves out.
         seats = {
             rows: seat
             for rows, seat in found.items()
@@ -121,14 +118,14 @@ class SeatEngine:
             return False
         for rows, seat in seats.items():
             self._commit(rows, seat)
-        if fault.name == "restore":  # the scheduler never sees all of the output
+        if fault.name == "restore":  # the scheduler sees a part of the output
             for rows in batch:
                 rows.num_accepted = min(rows.num_accepted, fault.call)
                 rows.special = EMPTY if fault.moment == 0 else rows.special
         return True
 
     def _seats(self, batch: list[Rows], live: Mapping[str, int]) -> list[int]:
-        """On V2 those of indices that no request has any more are given out anew."""
+        """On V2 seats of unused state indices are assigned again."""
         if not self.has_indices:
             return [*range(len(batch))]
         indices = [rows.request.index for rows in batch]
@@ -141,7 +138,7 @@ class SeatEngine:
         return [held.get(index, -1) for index in indices]
 
     def check_bytes(self, moment: str) -> None:
-        """Each row was compared when it counted."""
+        """Rows are compared when they are reused."""
 
     def _slot(self, rows: Rows, position: int) -> int:
         block, offset = divmod(position, self.cache.block_size)
@@ -151,7 +148,7 @@ class SeatEngine:
         return self._slot(rows, position) // self.cache.tokens
 
     def _start(self, rows: Rows) -> int:
-        """Of the first entry that is staged."""
+        """The position at which the first staged entry begins."""
         return (rows.end - rows.num_drafts) // self.cache.tokens * self.cache.tokens
 
     def _stage(self, rows: Rows, seat: int) -> None:
@@ -168,7 +165,7 @@ class SeatEngine:
         self.rule.stage(seat)
 
     def _forward(self, rows: Rows, seat: int | None) -> None:
-        """Writes each row, to where the table says."""
+        """Writes each row to the entry in the block table."""
         start, end = self._start(rows), rows.end - (rows.special == PADDED)
         for position in range(rows.request.num_computed, end):
             self.num_writes += 1

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets operations happen to a simulated vLLM, with the real manager around each step.
+"""Plays operations on a simulated vLLM with the real manager around each step.
 
-engine.py has what is checked in every step. An engine that raised is dead: a new one
-starts on the same memory.
+Checks in every step: engine.py. An engine that raised is replaced by a new one on the
+same memory.
 
-One operation is one event on the cache, a method of the Simulator. As plain data it is
-its name and numbers that mean something in any state (a request is chosen by its number
-modulo those that live), so that a list from which some were removed can still be
-played, and a failing one be cut down. 0 is the plainest value of each number. An
-operation that found nothing to do (a request where there is none) is not counted, and
-what follows by itself (blocks allocated, evicted, found) neither.
+An operation is a method of the Simulator: its name, and numbers that are valid in any
+state (a request is chosen modulo the number of live ones), so that any sublist can be
+played and a failing list shrunk. 0 is the simplest value of each number. Operations
+without an effect are not counted.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ LOGGER = logging.getLogger("vllm.v1.nwor")
 # Kind, then its numbers; as JSON reads it.
 Operation = list[Any]
 
-# Of FAULTS, after none; an op's hits nothing where no group is logged, or staged.
+# How often each of FAULTS is drawn.
 _FAULT_WEIGHTS = (120, 4, 7, 3, 3, 2, 2, 2, 1)
 _FAULT = [fault for fault, weight in enumerate(_FAULT_WEIGHTS) for _ in range(weight)]
 _NUM_DRAFTS, _ACCEPTED = (0, 1, 2, 3, 4, 4, 4, MAX_DRAFTS), range(MAX_DRAFTS + 1)
@@ -42,7 +40,7 @@ _SPECIAL = [PLAIN] * 20 + [PADDED] * 2 + [EMPTY]
 _REQUEST, _FORM = range(16), range(len(FORMS))
 _BOUND, _PADS = (0, 0, 0, 1, 3), (0, 0, 3)
 
-# How often each kind happens, and what each of its numbers is drawn from.
+# How often each kind is drawn, and the values of each of its numbers.
 _KINDS: dict[str, tuple[int, tuple[Sequence[int], ...]]] = {
     "arrive": (5, (range(3), [4, 6] * 24 + [*range(24)])),
     "advance": (60, (_REQUEST, range(24), _NUM_DRAFTS, _ACCEPTED, _SPECIAL)),
@@ -57,7 +55,7 @@ KINDS = tuple(_KINDS)
 
 
 def draw_operations(draw: random.Random) -> Iterator[Operation]:
-    """Operations without end."""
+    """An endless sequence of operations."""
 
     def operation(kind: str) -> Operation:
         return [kind, *map(draw.choice, _KINDS[kind][1])]
@@ -67,7 +65,7 @@ def draw_operations(draw: random.Random) -> Iterator[Operation]:
         for kind in draw.choices(KINDS, weights, k=64):
             yield operation(kind)
             if draw.random() < 0.05:
-                # All requests with the same numbers: those of one length stay so.
+                # The same for all requests, so that equal lengths stay equal.
                 _, _, *numbers = operation("advance")
                 for request in range(MAX_REQUESTS):
                     yield ["advance", request, *numbers]
@@ -77,8 +75,8 @@ def draw_operations(draw: random.Random) -> Iterator[Operation]:
 class Simulator:
     """One world, drawn from a seed: its cache, its engine, its requests.
 
-    planted: what is done to each manager before its first step; or a Rule, with which
-        the model of seats is played. totals: what happened, by name.
+    planted: called with each manager before its first step; or a Rule, to play the
+        model of seats with it. totals: counts of events.
     """
 
     def __init__(self, seed: int, planted: Any = None) -> None:
@@ -107,22 +105,20 @@ class Simulator:
         self.indices = list(range(MAX_REQUESTS))
 
     def _end_engine(self) -> None:
-        """All requests are gone, so are their blocks."""
+        """Removes all requests and frees their blocks."""
         for request in list(self.requests):
             self._remove(request)
         assert len(self.blocks.free) == self.cache.num_blocks - 1, "blocks are lost"
 
     def play(self, operations: Iterable[Operation], limit: int | None = None) -> None:
-        """Plays operations until `limit` of them took effect.
-
-        Raises:
-            Violation, or whatever the package raises: with the operations that were
-            played, the failing one last, in the attribute `played`.
+        """Plays operations until `limit` of them took effect. Raises Violation, or an
+        exception of the package, with the operations up to it in the attribute
+        `played`.
         """
         played: list[Operation] = []
 
         def log(_: str, reason: str, *__: Any) -> None:
-            """A fallback's warning begins with its reason; a breach is an error."""
+            """The first argument of a fallback's warning is its reason."""
             self.engine.log_lines[reason] += 1
 
         with patch.multiple(LOGGER, warning=log, disabled=True):
@@ -165,8 +161,8 @@ class Simulator:
         accepted: int,
         special: int,
     ) -> bool:
-        """A request gets rows in the next batch, length + 1 prefill tokens or a window.
-        accepted: modulo those there may be. special: PLAIN, PADDED or EMPTY."""
+        """A request gets rows in the next batch: length + 1 prefill tokens, or a
+        window. accepted: modulo num_drafts + 1. special: PLAIN, PADDED or EMPTY."""
         if request.name in self.batch:
             return False
         if not any(request.blocks):
@@ -215,8 +211,8 @@ class Simulator:
         return True
 
     def fork(self, parent: Request, family: int, replaces: int) -> bool:
-        """Another request begins with all that this one has computed. replaces: one of
-        its length finishes before."""
+        """A new request begins with the computed tokens of this one. replaces: another
+        one of the same length finishes before."""
         is_idle = parent.num_computed > 0 and parent.name not in self.batch
         if not is_idle or len(self.blocks.free) < len(self.cache.groups):
             return False
@@ -239,8 +235,8 @@ class Simulator:
     def run(
         self, form: int, fault: int, call: int, moment: int, bound: int, pads: int
     ) -> bool:
-        """The batch runs: stage, begin, forward, sampling, commit, with all its
-        windows. fault: of FAULTS; the others: Engine.run and Fault."""
+        """Runs the batch: stage, begin, forward, sampling, commit. fault: index in
+        FAULTS; other arguments: Engine.run and Fault."""
         if not self.batch:
             return False
         new = [rows for rows in self.batch.values() if rows.request.index < 0]
@@ -264,7 +260,7 @@ class Simulator:
         return True
 
     def _update(self, batch: list[Rows]) -> None:
-        """The scheduler takes in a step's output."""
+        """The scheduler processes a step's output."""
         for rows in batch:
             request = rows.request
             if rows.dropped:

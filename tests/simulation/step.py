@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step's batch: its rows, and what vLLM's tensors say about them."""
+"""One step's batch: its rows, and vLLM's tensors for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,26 +15,26 @@ import torch
 from tests.kernels.transaction import AcceptanceForm
 from tests.simulation.blocks import Request
 from tests.simulation.cache import Group, Index, Mask
+from vllm_nwor import step as nwor
 from vllm_nwor.metrics import Counted, Scheduled
 from vllm_nwor.step import Acceptance, NumRejected, SampledIds
-from vllm_nwor.step import Step as VerificationWindows
 
 Table = npt.NDArray[np.int32]
 
 MAX_TOKENS = 64
 PAD_SLOT = -1
 
-# Of a window: all as usual; its last rejected draft has slot -1; the sampler returns no
-# valid token at all.
+# Kinds of windows: normal; the last rejected draft has slot -1; the sampler returns no
+# valid token.
 PLAIN, PADDED, EMPTY = range(3)
 
-# How the sampler reports.
+# Forms of the sampler's output.
 FORMS = tuple(AcceptanceForm)
 
 
 @dataclass(eq=False)
 class Rows:
-    """A request's rows in the batch that is being put together.
+    """A request's rows in the next batch.
 
     num_rows: prefill tokens, or 1 + num_drafts. is_last: they reach the end of the
     text, so that a token is sampled. dropped: aborted in flight.
@@ -64,7 +64,7 @@ class Rows:
 
     @property
     def is_window(self) -> bool:
-        """Windows with a slot that is none are left alone."""
+        """Whether it can be staged: not with a padded slot."""
         return self.num_drafts > 0 and self.special != PADDED
 
 
@@ -74,14 +74,13 @@ class Step:
     tables: vLLM's own, for each group [num_requests, MAX_TOKENS / entry_tokens] int32.
     own_slots: vLLM's slot mappings, [num_groups, num_rows + pads] int64, PAD_SLOT for
         padding.
-    begins: whether a request that is new or comes back has drafts.
-    seats: of each row, or None.
-    num_known: the host's upper bound of the number of drafts, `bound` more than that.
-    index: where the step's forward writes in vanilla, flat (as `_flat` has it).
-    staged, logged: groups that are protected, and how; set before the forward. A group
-        may be both: then what cannot be staged is logged.
-    num_copied: committed rows that stage had to copy, for each group. num_kept: rows of
-        shadow blocks that commit would copy.
+    begins: whether a new or resumed request has drafts. seats: of each row, or None.
+    num_known: the host's upper bound of the number of drafts. index: where the forward
+    writes in plain vLLM, flat (see `_flat`). staged, logged: protected groups, set
+    before the forward. Of a group in both, windows
+        that cannot be staged are logged.
+    num_copied: committed rows that stage must copy, by group. num_kept: rows of shadow
+        blocks that commit would copy, by group.
     """
 
     def __init__(
@@ -104,17 +103,17 @@ class Step:
         rejected = np.array([entry.num_rejected for entry in rows])
         padded = np.array([entry.special == PADDED for entry in rows])
         self.starts = np.concatenate([[0], sizes.cumsum()])
-        # Of each row: in which row of the batch it is, at which position.
+        # The batch row and the position of each row.
         self.request = np.repeat(np.arange(len(rows)), sizes)
         within = np.arange(self.starts[-1]) - self.starts[self.request]
         self.position = (self.ends - sizes)[self.request] + within
-        # Of each group and request: the logical entry of the first draft.
+        # The logical entry of the first draft, by group and request.
         first_drafts = self.ends - self.drafts
         self.first_entries = [first_drafts // group.entry_tokens for group in groups]
         self.is_written = self.position < (self.ends - padded)[self.request]
         self.tables = [self._table(gid, group) for gid, group in enumerate(groups)]
         self.own_slots = self.slots(self.tables)
-        # Of the rows that have a slot.
+        # For the rows with a slot.
         request = self.request[self.is_written]
         position = self.position[self.is_written]
         is_rejected = position >= (self.ends - rejected)[request]
@@ -145,8 +144,8 @@ class Step:
         self._rejected, self._restorable = rejected, rejected - padded
 
     def counts(self, of: Mask) -> tuple[list[int], int]:
-        """Windows, drafts, accepted and rejected ones of these rows of the batch; and
-        rejected slots that a log puts back."""
+        """Windows, drafts, accepted and rejected drafts of these batch rows; and the
+        number of slots that the log restores."""
         drafts, rejected = self.drafts[of], self._rejected[of]
         accepted = drafts.sum() - rejected.sum()
         of_tokens = [drafts.sum(), accepted, rejected.sum()]
@@ -162,7 +161,7 @@ class Step:
         return table
 
     def slots(self, tables: Sequence[Table]) -> Index:
-        """The slot mappings that go with these tables."""
+        """The slot mappings for these tables."""
         found = np.full((len(tables), len(self.request) + self.pads), PAD_SLOT)
         for slots, table, group in zip(found, tables, self.groups, strict=True):
             by_table = slots_of(table, self.request, self.position, group.entry_tokens)
@@ -170,8 +169,8 @@ class Step:
         return found
 
     def _flat(self, of_groups: Iterable[Any]) -> npt.NDArray[Any]:
-        """For each byte that the step writes, group after group: what is given for
-        them, [rows with a slot, bytes of the group] or less with that shape."""
+        """Broadcasts a value per group to [rows with a slot, bytes of the group], and
+        concatenates: one value for each byte that the step writes."""
         num_rows = int(self.is_written.sum())
         return np.concatenate(
             [
@@ -182,7 +181,7 @@ class Step:
         )
 
     def index_by(self, slots: Index) -> Index:
-        """As `index`, with these slots for the layers that are protected."""
+        """As `index`, with these slots for protected layers."""
         rows = np.flatnonzero(self.is_written)
         ours, own = slots[:, rows], self.own_slots[:, rows]
         return self._flat(
@@ -191,7 +190,7 @@ class Step:
         )
 
     def windows_of(self, gid: int) -> Iterator[tuple[int, Rows, int, int]]:
-        """Those that can be in shadow blocks: batch row, rows, first entry, seat."""
+        """Windows that can be staged: batch row, rows, first entry, seat."""
         entries = self.first_entries[gid].tolist()
         found = zip(self.rows, entries, self.seats, strict=True)
         for row, (rows, entry, seat) in enumerate(found):
@@ -205,8 +204,8 @@ class Step:
     def keep_mask(
         self, not_committed: Sequence[str], not_restored: Sequence[str]
     ) -> Mask:
-        """For each byte of `index`: True if what the forward wrote there is in the real
-        block after commit. The names of layers for which a part of it did nothing."""
+        """For each byte of `index`: True if the real block has the forward's byte after
+        commit. The arguments name layers for which copying or restoring failed."""
         is_staged = self.staged_mask()
         is_logged = np.isin(self._gid, list(self.logged)) & self._is_protected
         is_lost = is_staged & np.isin(self._layer, not_committed)
@@ -214,17 +213,21 @@ class Step:
         return ~(is_lost | self._is_rejected & (is_staged | is_restored))
 
     def windows(
-        self, slots: Index, tables: Sequence[Table], as_v2: bool, lacks_seats: bool
-    ) -> VerificationWindows:
-        """What the hooks hand to stage and begin. slots, tables: the worker's, that
-        stage patches."""
+        self,
+        slots: Index,
+        tables: Sequence[Table],
+        as_v2: bool,
+        live: Mapping[str, int],
+    ) -> nwor.Step:
+        """The argument of stage and begin. slots, tables: the worker's, which stage
+        patches."""
         has_logits = self.position >= (self.ends - self.drafts - 1)[self.request]
-        # V2 gives cumulative numbers that begin with 0, int64 indices and one tensor
-        # of mappings, which the hook takes apart; V1 none of those.
+        # V2 has cumulative numbers that begin with 0, int64 indices, and one tensor of
+        # slot mappings, which the hook splits.
         cumulative = [0] * as_v2 + (self.drafts + 1).cumsum().tolist()
         mappings = torch.from_numpy(slots)
         indices = [rows.request.index for rows in self.rows]
-        return VerificationWindows(
+        return nwor.Step(
             num_drafts=self.num_known,
             logits_indices=torch.from_numpy(has_logits.nonzero()[0]).to(
                 torch.int64 if as_v2 else torch.int32
@@ -235,12 +238,14 @@ class Step:
             block_tables=[torch.from_numpy(table) for table in tables],
             query_start_loc=torch.from_numpy(self.starts).int(),
             seq_lens=torch.from_numpy(self.ends).int(),
+            drafts_of_requests=None if as_v2 else self.drafts.tolist(),
             state_indices=torch.tensor(indices, dtype=torch.int32) if as_v2 else None,
-            lacks_seats=lacks_seats,
+            host_state_indices=np.array(indices) if as_v2 else None,
+            state_of_request=live if as_v2 else None,
         )
 
     def acceptance(self, form: int) -> Acceptance:
-        """form: a place in FORMS."""
+        """form: an index in FORMS."""
         is_v2 = FORMS[form] is AcceptanceForm.NUM_REJECTED
         accepted = [r.num_accepted if is_v2 else r.num_valid_ids - 1 for r in self.rows]
         drafts = self.drafts.tolist()
@@ -250,7 +255,7 @@ class Step:
         return SampledIds(known["sampled_token_ids"], known["vocab_size"])
 
     def counted_and_scheduled(self) -> tuple[Counted, Scheduled]:
-        """The windows as vLLM's scheduler counts and knows them."""
+        """vLLM's scheduler's counts and knowledge of the windows."""
         counted = Counted(lambda *_: None)
         for rows in self.rows:
             if rows.num_drafts and not rows.dropped:

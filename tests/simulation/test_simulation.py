@@ -17,8 +17,8 @@ from tests.simulation import seats
 from tests.simulation.__main__ import Failure, run
 from tests.simulation.engine import FAULTS
 from tests.simulation.simulator import KINDS, Simulator
-from vllm_nwor.transaction.draft_manager import DraftCommitManager
 from vllm_nwor.metrics import FALLBACKS
+from vllm_nwor.transaction.draft_manager import DraftCommitManager
 
 # `make nightly` plays a million, with another seed each time.
 NUM_OPERATIONS = 20_000

@@ -211,7 +211,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", [*DRIFT, *REFUSED])
-def test_what_is_otherwise_is_named_and_not_painted_over(name, checkout, tmp_path):
+def test_differences_are_named_and_not_overwritten(name, checkout, tmp_path):
     path, old, new, said = (DRIFT | REFUSED)[name]
     patches = tmp_path / "patches"
     if name in DRIFT:
@@ -231,7 +231,7 @@ def test_what_is_otherwise_is_named_and_not_painted_over(name, checkout, tmp_pat
     assert not patches.exists()
 
 
-def test_revert_leaves_what_is_not_ours(checkout):
+def test_revert_leaves_the_files_of_others(checkout):
     tool.Graft(checkout).apply()
     theirs = checkout / OURS / "theirs.py"
     theirs.write_text("")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native library builds, for the CPU and for CUDA, and loads where it should; the
-quick rebuild, of a copy of the sources.
+"""The native library builds for the CPU and for CUDA, and loads; the incremental
+rebuild of a copy of the sources; what the folders of csrc/nwor include of each other.
 
-Compiling the CUDA sources here, where there may be no GPU, catches what breaks them
-before a machine with one sees them. What the ops do is tested in tests/kernels.
+The CUDA sources are compiled where there may be no GPU, so that errors are found before
+a machine with a GPU builds them. tests/kernels tests the ops.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ int main() {
   return sum == 0 + 2 + 2 + 4 + 4 + 6 + 6 + 8 ? 0 : 3;
 }
 """
-# What it uses of Python: all of it is in the stable ABI of 3.11.
+# The symbols of Python that it uses: all are in the stable ABI of 3.11.
 PYTHON = {
     *("PyCapsule_GetPointer", "PyErr_Occurred", "PyErr_SetString", "PyExc_ImportError"),
     *("PyExc_RuntimeError", "PyImport_ImportModule", "PyLong_AsLongLong"),
@@ -92,8 +92,7 @@ PYTHON = {
 
 
 def check(library: Path, checkout: Path) -> None:
-    """What holds for every build: nothing of one Python alone, no path of this
-    machine."""
+    """Every build uses the stable ABI only, and contains no path of this machine."""
     command = ["nm", "--dynamic", "--undefined-only", "--format=just-symbols", library]
     symbols = subprocess.check_output(command, text=True).split()
     assert {name for name in symbols if name.startswith(("Py", "_Py"))} <= PYTHON
@@ -109,8 +108,8 @@ def edited(path: Path, old: str, new: str) -> Iterator[None]:
     path.write_text(text)
 
 
-def test_rebuild_compiles_only_what_changed_and_says_why_it_is_of_no_use(tmp_path):
-    """Of a copy of what it needs. Who has the old library open keeps it whole."""
+def test_rebuild_compiles_only_what_changed_and_reports_failures(tmp_path):
+    """In a copy of the sources. A process with the old library keeps it whole."""
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     for name in ("cmake", "csrc", "vllm/v1/nwor"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
@@ -150,7 +149,7 @@ def test_rebuild_compiles_only_what_changed_and_says_why_it_is_of_no_use(tmp_pat
     with edited(source, "", "this is no C++\n"):
         status, said = rebuild()
     assert (status, "native build: `cmake` failed" in said) == (1, True)
-    # All compiles, and is of no use.
+    # It compiles, but lacks an op.
     define = 'ops.def(\n      "unstage('
     bindings = tmp_path / "csrc/nwor/bindings/torch_bindings.cpp"
     with edited(bindings, define, f"if (false) {define}"):
@@ -158,8 +157,8 @@ def test_rebuild_compiles_only_what_changed_and_says_why_it_is_of_no_use(tmp_pat
     assert (status, "unstage" in said) == (1, True)
 
 
-def test_what_a_parallel_loop_throws_comes_back_to_its_caller(tmp_path):
-    """It would end the process: the loop is PyTorch's, behind a C interface."""
+def test_an_exception_in_a_parallel_loop_reaches_the_caller(tmp_path):
+    """An exception that crosses the C interface of the loop would end the process."""
     source, program = tmp_path / "throws.cpp", tmp_path / "throws"
     source.write_text(THROWS)
     folders = ROOT / "csrc/nwor", Path(torch.__file__).parent / "include"
@@ -168,7 +167,7 @@ def test_what_a_parallel_loop_throws_comes_back_to_its_caller(tmp_path):
     assert subprocess.run([program]).returncode == 0
 
 
-def test_nothing_is_returned_by_a_macro_that_is_only_right_for_newer_pythons():
+def test_py_return_macros_are_not_used():
     """With the headers of 3.12.1 or 3.13.0 Py_RETURN_NONE takes no reference, also in
     the limited API of 3.11, whose interpreter then runs out of them."""
     for source in (ROOT / "csrc/nwor/bindings").glob("*"):
@@ -211,7 +210,17 @@ def test_cuda_library(monkeypatch, tmp_path):
     assert torch.cuda.is_available() or f"{library}: start-up: " in said[0]
 
 
-def test_what_cannot_be_built_is_said(monkeypatch, tmp_path):
+@pytest.mark.parametrize("archs", ["75", "90;8"])
+def test_gpus_that_the_kernels_do_not_run_on_are_refused(archs, tmp_path):
+    definitions = ["-DNWOR_CUDA=ON", f"-DNWOR_CUDA_ARCHS={archs}"]
+    definitions.append(f"-DTORCH_DIR={native.torch_dir()}")
+    command = [native.find_tool("cmake"), "-S", ROOT, "-B", tmp_path, *definitions]
+    done = subprocess.run(command, capture_output=True, text=True)
+    said = f"NWOR_CUDA_ARCHS has '{archs.split(';')[-1]}'; must be compute capabilities"
+    assert (done.returncode, said in done.stderr) == (1, True)
+
+
+def test_build_errors_name_the_problem(monkeypatch, tmp_path):
     monkeypatch.setenv("NWOR_CUDA", "maybe")
     with pytest.raises(native.NativeBuildError, match=r"'MAYBE'.* AUTO, ON, OFF"):
         native.build(tmp_path)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What NWOR relies on in vLLM, as hooks/facts.py says it, against sources.
+"""Facts about vLLM (hooks/facts.py, hooks/source.py), and tools/check_vllm.py.
 
-The installed vLLM's source passes. What can be otherwise is tried on a source of a few
-lines. Wheels come from a folder.
+The installed vLLM's source passes. Mismatches are planted in a source of a few lines.
+Wheels come from a folder.
 """
 
 from __future__ import annotations
@@ -23,30 +23,21 @@ import pytest
 from tools import check_vllm
 from vllm_nwor.base.wrap import HookTarget
 from vllm_nwor.hooks.source import (
-    Fact,
-    Mismatch,
+    Does,
+    DoesAlone,
+    Has,
+    HasOneOf,
+    Returns,
+    Takes,
     Tree,
-    check_fact,
-    check_target,
     files_of,
+    mismatch,
 )
 
 pytestmark = pytest.mark.usefixtures("parsed_once")
 
 SITE = Path(str(importlib.util.find_spec("vllm").origin)).parents[1]
 read = functools.cache(files_of(SITE))
-
-
-def said_of(fact: Fact, tree: Tree) -> str:
-    """What is said of a fact that does not hold; of kind "hooked" is a LEDGER's row."""
-    place, kind, what = fact
-    module, _, name = place.partition(":")
-    row = HookTarget(f"vllm.{module}", name, tuple(what), "test", "never")
-    try:
-        check_target(row, tree) if kind == "hooked" else check_fact(fact, tree)
-    except Mismatch as mismatch:
-        return str(mismatch)
-    return ""
 
 
 SMALL = """
@@ -73,49 +64,69 @@ class Runner(Base):
         return Thing(1)
 """
 BASE = "class Root:\n    size: int\ndef helper(): ..."
-STEP = "m:Runner.step"
-BATCH, FLAG = f"{STEP} takes self batch ...", f"{STEP} takes self batch flag"
-RETURNS, HOOKED = f"{STEP} returns left right", f"{STEP} hooked self batch"
-TABLE, BOTH = "m:Runner has table:Table", f"{STEP} does self.prepare() self.run()"
+RUNNER, STEP = "vllm.m:Runner", "vllm.m:Runner.step"
+SIZE, TABLE = Has(RUNNER, size="int"), Has(RUNNER, table="Table")
+RUN, BOTH = Does(STEP, "self.run()"), Does(STEP, "self.prepare()", "self.run()")
+RETURNS, HELPER = Returns(STEP, "left", "right"), Takes("vllm.m:helper")
+THING = Returns(f"{RUNNER}.other", "Thing")
+BATCH, ALONE = Takes(STEP, "self", "batch"), DoesAlone(STEP, "self.run()")
+WRAPPED = HookTarget("vllm.m", "Runner.step", ("self", "batch"), "test", "never")
+FUNCTION = HookTarget("vllm.m", "helper", (), "test", "never")
 DATA = "class Data:\n    name: str\n    width: list[int]"
-# Facts of SMALL; what is changed in it or in BASE, and what is said then.
-OTHERWISE = [
-    ("m:Runner has gone|extra", "self.ex", "ex", "has no attribute gone or extra"),
-    ("m:Runner has size:int", ": int", ": str", ".size is str; expected int"),
-    ("m:Runner has size:int", ": int", " = 1", "size is without a type; expected int"),
-    ("m:helper takes", "helper()", "helper(more)", "helper has parameters (more)"),
-    (TABLE, "= T", "= d(); self.table = T", "table is Table, d; expected Table"),
-    (f"{STEP} does self.run()", ".run(batch)", ".run", "does not have self.run()"),
-    (f"{STEP} does self.left", "self.left", "left", "does not have self.left"),
+# A fact; what is changed in SMALL and in BASE, and what is said then.
+MISMATCHES = [
+    (Has("vllm.m", "helper"), "helper", "help", "vllm.m has no attribute helper"),
+    (Has("vllm.m:Data"), "Data", "Date", "vllm.m.Data does not exist"),
+    (Has("vllm.base:Root"), "Root", "Roof", "vllm.base.Root does not exist"),
+    (Has(RUNNER, "extra"), "self.ex", "ex", "vllm.m.Runner has no attribute extra"),
+    (SIZE, "size: int", "pass", "vllm.m.Runner has no attribute size"),
+    (SIZE, ": int", ": str", "vllm.m.Runner.size is str; expected int"),
+    (SIZE, ": int", " = 1", "vllm.m.Runner.size is without a type; expected int"),
+    (TABLE, "= T", "= d(); self.table = T", "Runner.table is Table, d; expected Table"),
+    (HasOneOf(RUNNER, "gone", "extra"), "self.ex", "ex", "attribute gone or extra"),
+    (RUN, ".run(batch)", ".run", "vllm.m.Runner.step does not have self.run()"),
+    (Does(STEP, "self.left"), "self.left", "left", "does not have self.left"),
     (BOTH, "prepare()", "run(); self.prepare()", "self.run() before self.prepare(); e"),
-    (f"{STEP} does self.run()!", ".idle", ".run", "outside vllm.m.Runner.step, too"),
-    (RETURNS, "left, r", "right, r", "returns right, right; exp"),
-    (RETURNS, ".left, right", "", "returns no tuple; expected l"),
-    ("m:Runner.other returns Thing", "Thing", "Thong", "returns Thong; expected Thing"),
-    (FLAG, "=False", ", more", "batch, flag, more); expected (self, batch, "),
-    (BATCH, "flag=False", "flag", "expected (self, batch, ..."),
+    (ALONE, ".idle", ".run", "vllm.m has self.run() outside vllm.m.Runner.step, too"),
+    (ALONE, ".run(batch)", ".run", "vllm.m.Runner.step does not have self.run()"),
+    (RETURNS, "left, r", "right, r", "returns right, right; expected left, right"),
+    (RETURNS, ".left, right", "", "returns no tuple; expected left, right"),
+    (THING, "Thing", "Thong", "returns Thong; expected Thing"),
+    (HELPER, "helper()", "helper(more)", "vllm.m.helper has parameters (more)"),
+    (HELPER, "def helper()", "class helper", "vllm.m.helper is not a function"),
+    (BATCH, "flag=False", "flag", "(self, batch, flag); expected (self, batch)"),
     (BATCH, "batch, ", "b, ", "has parameters (self, b, flag)"),
-    (HOOKED, "batch, ", "", "has parameters (self, flag); expected it to begin with"),
-    ("m:Data has name", DATA, "def Data(): ...", "Data is no class"),
-    ("m:helper takes", "def helper()", "class helper", "helper is no function"),
-    ("m:helper hooked", "def helper()", "class helper", "helper is no function"),
-    # What may be otherwise.
-    ("m:Runner has limit", "(Base)", "(Root)", ""),
-    ("m:Data has width:list", "list[int]", "'list'", ""),
-    (BATCH, "=False", "=False, *, more=1", ""),
+    (WRAPPED, "batch, ", "", "has parameters (self, flag); expected it to begin with"),
+    (WRAPPED, "def step", "def stop", "vllm.m.Runner.step does not exist"),
+    (FUNCTION, "def helper()", "class helper", "vllm.m.helper is not a function"),
+    (Has("vllm.m:Data", "name"), DATA, "def Data(): ...", "vllm.m.Data is not a class"),
+]
+# Differences that do not matter.
+HOLD = [
+    (Has(RUNNER, "limit"), "(Base)", "(Root)"),
+    (Has("vllm.m:Data", width="list"), "list[int]", "'list'"),
+    (Has("vllm.m:Data", width="list"), "list[int]", "list[str] | None"),
+    (HasOneOf(RUNNER, "extra", "limit"), "self.ex", "ex"),
+    (BATCH, "=False", "=False, *, more=1"),
+    (WRAPPED, "flag=False", "flag"),
 ]
 
 
-@pytest.mark.parametrize(("text", "old", "new", "said"), OTHERWISE)
-def test_what_is_otherwise_is_named(text, old, new, said):
-    place, kind, *what = text.split()
+@pytest.mark.parametrize(
+    ("fact", "old", "new", "message"),
+    [*MISMATCHES, *((*one, None) for one in HOLD)],
+)
+def test_a_mismatch_is_named(fact, old, new, message):
     files = {"vllm/m.py": SMALL, "vllm/base.py": BASE}
-    assert said_of((place, kind, what), Tree(files.get)) == ""
+    assert mismatch(fact, Tree(files.get)) is None
     changed = {name: code.replace(old, new) for name, code in files.items()}
     assert changed != files
-    told = said_of((place, kind, what), Tree(changed.get))
-    assert said in told
-    assert bool(said) is bool(told)
+    found = mismatch(fact, Tree(changed.get))
+    assert found is None if message is None else message in (found or "")
+
+
+def test_a_module_that_does_not_exist_is_named():
+    assert mismatch(Has("vllm.n:A"), Tree({}.get)) == "vllm.n does not exist"
 
 
 # --- tools/check_vllm.py ---

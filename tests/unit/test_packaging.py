@@ -6,8 +6,6 @@ The wheel is installed into temporary environments together with a stand-in for 
 wheel or editable. The checkout's own environment shows that vLLM's loader finds it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import importlib.util

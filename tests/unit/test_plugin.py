@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""register(): what a process gets in each mode, and what an unknown host is told. A
-whole process: tests/e2e/test_off_is_vanilla.py; a vLLM with another signature:
-tests/e2e/test_fault_points.py."""
+"""register(): the hooks of each mode, and its messages. A whole process:
+tests/e2e/test_off_is_vanilla.py; other signatures: tests/e2e/test_fault_points.py."""
 
 import contextlib
+import importlib
+import inspect
 import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
@@ -17,11 +18,12 @@ from tests.helpers.environment import subprocess_env
 from tests.helpers.logs import nwor_log
 from vllm_nwor import plugin
 from vllm_nwor.config import ENV_NAMES, NworConfigError
+from vllm_nwor.hooks.runner import Builder
 
 
 @pytest.fixture
 def pending(monkeypatch):
-    """Modules for which a post-import hook was left, in order."""
+    """Modules with a post-import hook, in order."""
     names: list[str] = []
     monkeypatch.setattr(plugin, "_registered", [])
     plugin._check_host.cache_clear()
@@ -50,7 +52,7 @@ OURS = [*RUNNERS, CORE, f"{CORE}_client", SCHEDULER, "vllm.v1.metrics.loggers"]
     ],
 )
 def test_each_mode_hooks_its_modules_once(modes, hooked, pending, monkeypatch):
-    """And vLLM knows our variables, but not their values."""
+    """vLLM knows the variables, but not their values."""
     for name, value in modes.items():
         monkeypatch.setenv(f"VLLM_NWOR_{name}", value)
 
@@ -76,8 +78,8 @@ def test_a_bad_value_stops_the_start_in_any_mode(pending, monkeypatch):
     assert pending == []
 
 
-def test_a_bad_value_costs_a_command_one_line():
-    """As `vllm serve` loads plugins: first of all, before it starts a process."""
+def test_a_bad_value_prints_one_line_and_no_traceback():
+    """`vllm serve` loads plugins before it starts a process."""
     code = "from vllm.engine.arg_utils import AsyncEngineArgs\n"
     code += "from vllm.utils.argparse_utils import FlexibleArgumentParser as Parser\n"
     code += "AsyncEngineArgs.add_cli_args(Parser())"
@@ -103,7 +105,7 @@ def test_other_errors_keep_their_tracebacks():
     assert kind is KeyError
 
 
-def test_a_version_nobody_has_tried_gets_one_warning(pending, monkeypatch):
+def test_an_untested_vllm_version_gets_one_warning(pending, monkeypatch):
     monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
     monkeypatch.setattr(vllm, "__version__", "9.9.9")
 
@@ -118,8 +120,8 @@ def test_a_version_nobody_has_tried_gets_one_warning(pending, monkeypatch):
     assert pending == OURS
 
 
-def test_a_fork_hooks_a_module_where_it_ends(pending, monkeypatch):
-    """Not a module that has nothing to be hooked, and with one warning."""
+def test_a_fork_hooks_a_module_at_its_end(pending, monkeypatch):
+    """But not modules without a hook; with one warning."""
     names, hooked = (SCHEDULER, CORE, "vllm.v1.worker.gpu_worker", "vllm"), []
     for name in names[:3]:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -135,12 +137,14 @@ def test_a_fork_hooks_a_module_where_it_ends(pending, monkeypatch):
             for name in names:
                 plugin.hook_module(name)
             assert len(lines) == (mode == "cow")
-    assert hooked == [(SCHEDULER, ".hooks.stats"), (CORE, ".hooks.engine_core")]
+    assert hooked == [(SCHEDULER, ".hooks.scheduler"), (CORE, ".hooks.info")]
     assert pending == []
 
 
-def test_what_git_leaves_of_a_fork_is_no_copy(tmp_path, monkeypatch):
-    """Where it has checked out a branch without this package: files that it ignores."""
+def test_ignored_files_of_another_branch_are_no_copy_of_the_package(
+    tmp_path, monkeypatch
+):
+    """What git leaves of a fork's folder when it checks out a branch without it."""
     folder = tmp_path / "v1" / "nwor"
     (folder / "__pycache__").mkdir(parents=True)
     spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
@@ -168,15 +172,64 @@ def test_an_empty_vllm_namespace_is_named(pending, monkeypatch):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_what_is_unexpected_of_a_module_is_a_refusal_too(strict, monkeypatch):
-    """Here our hooks need a module that vLLM no longer has."""
+def test_an_unexpected_error_of_a_hook_module_is_a_refusal(strict, monkeypatch):
+    """Here the hooks need a module that vLLM does not have."""
     monkeypatch.setitem(sys.modules, "vllm.v1.metrics.stats", None)
     monkeypatch.setenv("VLLM_NWOR_STRICT", str(int(strict)))
     with (
         nwor_log() as lines,
         pytest.raises(ImportError) if strict else contextlib.nullcontext(),
     ):
-        plugin._guarded(".hooks.stats")(ModuleType(SCHEDULER))
+        plugin._guarded(".hooks.scheduler")(ModuleType(SCHEDULER))
     said = f"ERROR NWOR is off for {SCHEDULER}: "
     said += "import of vllm.v1.metrics.stats halted; None in sys.modules"
     assert lines == ([] if strict else [said])
+
+
+@pytest.mark.parametrize("table", [plugin.HOOKS, plugin.AUDIT_HOOKS])
+def test_each_hook_that_the_plugin_names_can_be_installed(table):
+    """The names are strings, which no linter follows."""
+    for module, hook in table.items():
+        assert importlib.util.find_spec(module), module
+        parameters = inspect.signature(part(hook).install).parameters
+        is_runner = hook.startswith(".hooks.runner")
+        assert list(parameters) == ["module", "builders"][: 1 + is_runner], hook
+
+
+@pytest.mark.parametrize("name", plugin.BUILDERS)
+def test_each_builder_that_the_plugin_names_is_one(name):
+    builder = part(name)
+
+    assert builder.NAME in ("audit", "transaction")
+    for method in (m for m in vars(Builder) if not m.startswith("_")):
+        expected = inspect.signature(getattr(Builder, method)).parameters
+        found = inspect.signature(getattr(builder, method)).parameters
+        assert ["self", *found] == list(expected), method
+
+
+def part(name):
+    """A module that plugin.py names."""
+    return importlib.import_module(name, "vllm_nwor")
+
+
+def test_the_package_imports_no_torch_and_gives_out_what_it_promises():
+    """Other plugins import it in processes that need no torch."""
+    code = """
+import sys, vllm_nwor
+assert not {"torch", "vllm"} & set(sys.modules), "imported with the package"
+assert vllm_nwor.Commit.__module__ == "vllm_nwor.commits"
+assert not {"torch", "vllm"} & set(sys.modules), "imported with Commit"
+import vllm.v1.nwor
+from vllm.v1.nwor import DraftCommitManager
+assert DraftCommitManager.__module__ == "vllm_nwor.transaction.draft_manager"
+assert "torch" in sys.modules
+for name in vllm_nwor.__all__:
+    getattr(vllm_nwor, name)
+"""
+    code = f"import vllm_nwor.plugin as p; p._Alias.install()\n{code}"
+    subprocess.run(
+        [sys.executable, "-P", "-W", "ignore", "-c", code],
+        env=subprocess_env(),
+        check=True,
+        timeout=300,
+    )

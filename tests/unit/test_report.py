@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report, and the hooks around a step of the V2 runner: each step's counts are its own,
-and block tables are vLLM's own again, also where steps fail half-way."""
+"""Report, and the hooks around a step: each step has its own counts, block tables are
+restored, also if steps fail, and observers are called in order."""
 
 import pickle
 from collections import deque
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
@@ -19,18 +20,22 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.unit.test_draft_manager import BLOCKS, ROW_BYTES, SLOTS, TABLE, World, int32
 from vllm_nwor import ops
-from vllm_nwor.config import Mode, Strict
-from vllm_nwor.transaction.draft_manager import NworError, State
+from vllm_nwor.base.errors import NworError
+from vllm_nwor.base.payload import NOTHING
+from vllm_nwor.config import Strict
 from vllm_nwor.hooks import runner as hooks
 from vllm_nwor.hooks import runner_v1, runner_v2
 from vllm_nwor.metrics import GroupInfo
 from vllm_nwor.ops import COUNTER_COLUMNS
-from vllm_nwor.report import MAX_UNREAD, NOTHING, Report
-from vllm_nwor.step import NumRejected
+from vllm_nwor.step import NumRejected, Observer, Undone
+from vllm_nwor.transaction import build
+from vllm_nwor.transaction.counters import MAX_UNREAD, Report
+from vllm_nwor.transaction.observer import Transaction
+from vllm_nwor.transaction.states import State
 
 INFOS = [GroupInfo(0, "stage", "cow", "because")]
 ZEROS = (0,) * 9
-# Of a step of World's, all drafts rejected: two windows, three drafts.
+# The counts of a World's step, with all drafts rejected: two windows, three drafts.
 COUNTS = (2, 3, 0, 3, 0, 3 * ROW_BYTES, 0, 0, 0)
 
 
@@ -44,23 +49,23 @@ def reporting(*is_staged, **more):
 
 @pytest.mark.parametrize("audit", [[], [{"steps": 9}]])
 @pytest.mark.parametrize("travels", [False, True])
-def test_the_groups_are_told_again_until_somebody_reads_them(travels, audit):
-    """vLLM throws its warm-up's outputs away. A refused engine has no manager."""
+def test_group_rows_are_sent_until_they_are_read(travels, audit):
+    """vLLM discards its warm-up's outputs. A refused engine has no manager."""
     report = Report(INFOS, None)
     for _ in range(3):
         payload = report.take_payload()
         for found in audit:
             payload = payload.with_audit(lambda found=found: found)
 
-    told = pickle.loads(pickle.dumps(payload)) if travels else payload.read()
+    sent = pickle.loads(pickle.dumps(payload)) if travels else payload.read()
 
-    assert told == (ZEROS, {}, INFOS, *audit)
-    assert {type(told), *map(type, told[2])} == {tuple}  # of no module of ours
+    assert sent == (ZEROS, {}, INFOS, *audit)
+    assert {type(sent), *map(type, sent[2])} == {tuple}  # no class of this package
     assert report.take_payload() is None
 
 
-def test_outputs_that_nobody_reads_take_the_groups_along_for_a_while_only():
-    """Those of a tensor parallel rank that does not answer: it has no other news."""
+def test_group_rows_that_are_never_read_are_sent_a_limited_number_of_times():
+    """As on tensor parallel ranks whose outputs are not read."""
     report = Report(INFOS, None)
 
     taken = [report.take_payload() for _ in range(MAX_UNREAD + 1)]
@@ -69,8 +74,8 @@ def test_outputs_that_nobody_reads_take_the_groups_along_for_a_while_only():
     assert taken[-1] is None
 
 
-def test_news_come_with_a_steps_own_counts_or_alone_and_once():
-    """Two groups: every launch sees all windows, and has bytes of its own."""
+def test_optional_fields_are_sent_once_with_counts_or_alone():
+    """Two groups: every launch counts all windows, and its own bytes."""
     world, report = reporting(False, False)
     world.run()
     payload = report.take_payload()
@@ -78,7 +83,7 @@ def test_news_come_with_a_steps_own_counts_or_alone_and_once():
 
     audit = {"steps": 9}
     assert payload.with_audit(audit.copy).read() == (counts, {}, [], audit)
-    assert payload.read() == (counts,)  # a slot's payload serves many steps
+    assert payload.read() == (counts,)  # a slot's payload is used for many steps
     assert NOTHING.with_audit(audit.copy).read() == (ZEROS, {}, [], audit)
     world.manager.capacity = 2
     for _ in range(2):
@@ -87,9 +92,9 @@ def test_news_come_with_a_steps_own_counts_or_alone_and_once():
     assert report.take_payload() is None
 
 
-def test_fallbacks_that_an_output_took_along_which_nobody_read_come_with_the_next():
-    """As those of vLLM's warm-up. Two outputs are in flight: what the first one brings
-    the second one, which was made before, does not bring again."""
+def test_fallbacks_on_an_unread_output_are_sent_again():
+    """Two outputs are in flight: the second one, created before the first is read, does
+    not repeat its fallbacks."""
     world, report = reporting(False)
     world.manager.capacity = 2
     payloads = []
@@ -106,7 +111,7 @@ def test_fallbacks_that_an_output_took_along_which_nobody_read_come_with_the_nex
     assert report.take_payload() is None
 
 
-def test_a_rank_whose_outputs_nobody_reads_takes_old_fallbacks_along_for_a_while_only():
+def test_fallbacks_that_are_never_read_are_sent_a_limited_number_of_times():
     world, report = reporting(False)
     world.manager.fallbacks["over_capacity"] += 1
     taken = [report.take_payload() for _ in range(MAX_UNREAD + 1)]
@@ -116,9 +121,9 @@ def test_a_rank_whose_outputs_nobody_reads_takes_old_fallbacks_along_for_a_while
     assert report.take_payload() is None
 
 
-# What becomes of a step's counts: read as late as may be; never; taken by no output;
+# What happens to a step's counts: read as late as possible; never read; not attached;
 # dropped with the step; lost with a commit that raises or fails, or because those of
-# the step before, which failed, cannot be copied.
+# the previous step, which failed, cannot be copied.
 FATES = ("read", "unread", "untaken", "dropped", "raises", "fails", "not copied")
 
 
@@ -129,7 +134,7 @@ FATES = ("read", "unread", "untaken", "dropped", "raises", "fails", "not copied"
 )
 @example([(1, "read"), (1, "untaken"), (1, "fails"), (2, "read")], 1)
 def test_each_step_has_its_own_counts_until_the_last_moment(steps, max_in_flight):
-    """The oldest is read when as many as may be in flight have made their commit."""
+    """The oldest is read when max_in_flight steps have committed."""
     with patch.object(ops, "publish", wraps=ops.publish) as publish:
         world, report = reporting(False, max_in_flight=max_in_flight)
     manager = world.manager
@@ -142,7 +147,7 @@ def test_each_step_has_its_own_counts_until_the_last_moment(steps, max_in_flight
         manager.config = raises if fate == "raises" else config
         with suppress(NworError):
             world.open()
-            manager.commit(NumRejected(int32(num_rejected, 1)))
+            manager.commit(world.step, NumRejected(int32(num_rejected, 1)))
             assert fate != "raises"
         if fate in ("dropped", "raises"):
             manager.start_step()
@@ -168,13 +173,14 @@ SHADOW = [[2, BLOCKS + 1, 0], [BLOCKS + 2, 0, 0]], [29, 30, 31, 33, 34]
 
 
 class Runner:
-    """What V2's hooks of a step need, around a World's manager and step; its sampler
-    rejects all drafts. V1 is what all engines here run."""
+    """A stand-in for V2's runner, with a World's manager and step; its sampler rejects
+    all drafts. CPU engines run V1."""
 
-    def __init__(self, *is_staged, num_states=2, indices=(0, 1), **world):
+    def __init__(self, *is_staged, num_states=2, indices=(0, 1), emits=True, **world):
         self.world = World(*is_staged, num_states=num_states, **world)
         self.manager, step = self.world.manager, self.world.step
-        self.nwor_state = hooks.RunnerState(self.manager, [])
+        self.transaction = Transaction(self.manager, [], emits)
+        self.nwor_state = hooks.RunnerState([self.transaction])
         self.req_states = SimpleNamespace(req_id_to_index=dict(enumerate(indices)))
         self.tables, self.slots = step.block_tables, torch.stack(step.slot_mappings)
         self.batch = SimpleNamespace(
@@ -185,14 +191,19 @@ class Runner:
             seq_lens=step.seq_lens,
             idx_mapping=torch.tensor(indices),
             idx_mapping_np=numpy.array(indices),
+            num_reqs=step.num_reqs,
+            num_tokens=step.num_tokens,
+            req_ids=step.request_ids,
+            input_ids=None,
+            positions=None,
         )
 
     def look(self, gid=0):
         return self.tables[gid].tolist(), self.slots[gid].tolist()
 
     def execute(self, inner, drafts=(), new=(), resumed=()):
-        """vLLM's execute_model as the hook has it: `inner` is what it does. drafts,
-        new, resumed: requests of its SchedulerOutput."""
+        """Calls the hook of execute_model, which runs `inner`. drafts, new, resumed:
+        requests of its SchedulerOutput."""
         scheduled = SimpleNamespace(
             scheduled_spec_decode_tokens={name: [1] for name in drafts},
             scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
@@ -212,7 +223,7 @@ class Runner:
         assert runner_v2._sample(lambda *_: found, self, arguments, {}) is found
 
     def sample_tokens(self, inner):
-        """The counts that the output carries, if any, and the output."""
+        """The output's counts, if any, and the output."""
         output = SimpleNamespace(req_ids=["a"])
         found = hooks.sample_tokens(lambda: inner() or output, self, (), {})
         payload = getattr(output, "nwor_stats", None)
@@ -228,10 +239,10 @@ STAGED = (*COUNTS[:4], 2, 0, 0)
 
 @pytest.mark.parametrize("is_staged", [False, True])
 def test_a_step_is_committed_and_its_output_carries_the_counts(is_staged):
-    """A staged one is patched before metadata is built."""
+    """Stage patches the tables before attention metadata is built."""
     runner = Runner(is_staged)
-    if is_staged:
-        runner.manager.begin = None  # all is staged: it need not be called
+    if is_staged:  # before_forward is not called if all is staged
+        runner.nwor_state.before_forward = (pytest.fail,)
     for _ in range(2):
         runner.execute(runner.prepare)
         assert runner.look() == (SHADOW if is_staged else REAL)
@@ -239,16 +250,17 @@ def test_a_step_is_committed_and_its_output_carries_the_counts(is_staged):
         ((counts,), _) = runner.sample_tokens(runner.sample)
         assert runner.look() == REAL
         assert counts[:7] == (STAGED if is_staged else COUNTS[:7])
-    runner.nwor_state.emits = False
+    runner.world.check(State.IDLE)
+    runner = Runner(is_staged, emits=False)
     assert runner.step() is None
-    assert runner.manager.counters[0, 1] == 9
+    assert runner.manager.counters[0, 1] == 3
     runner.world.check(State.IDLE)
 
 
 @pytest.mark.parametrize("is_staged", list(product([True, False], repeat=2)))
 def test_two_groups_have_tables_and_slots_of_their_own(is_staged):
-    """V2's slots are rows of one tensor. What the forward wrote stays, in each group,
-    where its target rows are."""
+    """V2's slots are rows of one tensor. Only the target rows of each group stay
+    written."""
     runner = Runner(*is_staged)
     other = [[3, 5, 0], [1, 0, 0]], [21, 22, 23, 5, 6]
     runner.tables[1][:], runner.slots[1] = map(torch.tensor, other)
@@ -273,98 +285,225 @@ def test_two_groups_have_tables_and_slots_of_their_own(is_staged):
             assert layer.kv_cache[:BLOCKS].max() == 1 + gid
 
 
-def test_the_undo_log_asks_nothing_of_a_step():
-    """Which requests are new or come back is for shadow blocks."""
+def test_the_undo_log_does_not_read_the_scheduler_output():
+    """New and resumed requests matter for shadow blocks only."""
     runner = Runner(False)
     assert hooks.execute_model(lambda _: "output", runner, (object(),), {}) == "output"
 
 
+class RunnerV1:
+    """The attributes that V1's hooks of a step read."""
+
+    def __init__(self, observers, drafts=(2, 1)):
+        def gpu(array):
+            return SimpleNamespace(gpu=array, np=numpy.arange(len(drafts) + 1))
+
+        self.nwor_state = hooks.RunnerState(observers)
+        table = SimpleNamespace(slot_mapping=gpu(None), block_table=gpu(None))
+        self.input_batch = SimpleNamespace(
+            block_table=SimpleNamespace(block_tables=[table]),
+            num_reqs=len(drafts),
+            req_ids=[str(row) for row in range(len(drafts))],
+            vocab_size=9,
+        )
+        self.query_start_loc = self.input_ids = gpu(None)
+        self.seq_lens = self.positions = None
+        self.metadata = SimpleNamespace(
+            num_draft_tokens=drafts, logits_indices=None, cu_num_sampled_tokens=None
+        )
+
+
 class Looking:
-    """An audit that sees what block tables and slots are when a hook calls it."""
+    """An observer that records block tables and slots at each moment."""
 
-    def __init__(self):
-        self.seen = []
+    def __init__(self, runner):
+        self.runner, self.seen = runner, []
+        names = (*hooks.INWARDS, *hooks.OUTWARDS)
+        calls = {name: partial(self.look, name) for name in names}
+        # One with `blocks_transferred` has vLLM's connector asked.
+        calls |= {"sampled": self.sampled, "blocks_transferred": None}
+        self.observer = Observer("audit", every_step=True, **calls)
 
-    def __getattr__(self, called):
-        def look(runner, *arguments):
-            self.seen.append((called, runner.look(), runner.manager.state))
-            return called, *arguments
+    def look(self, name, *_):
+        self.seen.append((name, self.runner.look(), self.runner.manager.state))
 
-        return look
-
-    def resolve(self, runner, output, about, was_open):
-        self.seen.append(("resolve", runner.look(), runner.manager.state, was_open))
+    def sampled(self, step, acceptance):
+        self.look("sampled")
+        self.undone, self.acceptance = step.undone(0), acceptance
 
 
 @pytest.mark.parametrize("num_drafts", [3, 0])
-def test_the_audit_plans_before_shadow_blocks_are_there_and_resolves_behind_commit(
+def test_the_audit_sees_tables_before_shadow_blocks_and_the_cache_after_commit(
     num_drafts,
 ):
+    """The step says what the transaction undid in it."""
     runner = Runner(True)
     runner.batch.num_draft_tokens = num_drafts
-    runner.nwor_state.audit = audit = Looking()
+    audit = Looking(runner)
+    runner.nwor_state = hooks.RunnerState([audit.observer, runner.transaction])
 
     runner.execute(runner.prepare)
-    payload, (attached, _) = runner.sample_tokens(runner.sample)
+    payload, _ = runner.sample_tokens(runner.sample)
 
     idle = REAL, State.IDLE
-    resolved = "resolve", *idle, num_drafts > 0
-    others = [(called, *idle) for called in ("begin_step", "plan", "attach")]
-    assert audit.seen == [*others[:2], resolved, others[2]]
-    assert attached == "attach"
+    # before_forward is not called if all drafts are in shadow blocks.
+    before = [] if num_drafts else ["before_forward"]
+    names = "step_started", "tables_final", *before, "sampled", "payload"
+    assert audit.seen == [(name, *idle) for name in (*names, "output_ready")]
+    assert (audit.acceptance is None) is (num_drafts == 0)
+    assert audit.undone.is_undone is (num_drafts > 0)
+    assert num_drafts or audit.undone == Undone()
     assert (payload is not None) is (num_drafts > 0)
 
 
-class Vanishing:
-    """A runner's state from which the audit is gone when it is read again: it failed
-    meanwhile, on the thread that reads outputs."""
-
-    def __init__(self, state):
-        self.state, self.calls = state, 0
-
-    def __getattr__(self, name):
-        return getattr(self.state, name)
-
-    @property
-    def audit(self):
-        self.calls += 1
-        return Mock() if self.calls % 2 else None
-
-
-def hooks_of_a_step(is_v2):
-    """Each as a function of a runner."""
-    batch = SimpleNamespace(num_draft_tokens=0)
-    late = None, batch, None
-    step = [
-        lambda runner: hooks.execute_model(Mock(), runner, (Mock(),), {}),
-        lambda runner: hooks.sample_tokens(Mock(), runner, (), {}),
-    ]
+def hooks_of_a_step(is_v2, num_drafts):
+    """A runner without observers, and its hooks in vLLM's order, as functions without
+    arguments."""
+    args = SimpleNamespace(kv_connector_metadata=None)
+    output = SimpleNamespace(req_ids=["a"])
     if is_v2:
-        prepare, sample = runner_v2._prepare_attn, runner_v2._sample
-        two = Mock(return_value=(None, None))
-        step.append(lambda runner: prepare(two, runner, (batch,), {}))
-        step.append(lambda runner: sample(Mock(), runner, late, {}))
-    else:
-        step += [
-            lambda runner: runner_v1._calc_spec_decode_metadata(Mock(), runner, (), {}),
-            lambda runner: runner_v1._model_forward(Mock(), runner, (), {}),
-            lambda runner: runner_v1._sample(Mock(), runner, (None, None), {}),
+        runner = Runner(False)
+        runner.batch.num_draft_tokens = num_drafts
+        prepared = tuple(runner.tables), runner.slots
+        late = None, runner.batch, None
+        found = None, None, int32(2, 1)
+        inner = [
+            (runner_v2._prepare_attn, lambda _: prepared, (runner.batch,)),
+            (runner_v2._sample, lambda *_: found, late),
         ]
-    return step
+    else:
+        runner = RunnerV1([], [num_drafts])
+        sampled = SimpleNamespace(sampled_token_ids=None)
+        drafts = runner.metadata if num_drafts else None
+        inner = [
+            (runner_v1._calc_spec_decode_metadata, lambda: drafts, ()),
+            (runner_v1._model_forward, lambda: None, ()),
+            (runner_v1._sample, lambda *_: sampled, (None, drafts)),
+        ][0 if num_drafts else 1 :]  # without drafts vLLM has no such metadata
+    outer = [
+        (hooks.execute_model, lambda _: None, (args,)),
+        (hooks.sample_tokens, lambda: output, ()),
+    ]
+    order = [outer[0], *inner, outer[1]]
+    return runner, [
+        lambda hook=hook, wrapped=wrapped, args=args: hook(wrapped, runner, args, {})
+        for hook, wrapped, args in order
+    ]
+
+
+def named(name, calls, every_step=True):
+    """An observer that adds its name and each moment to `calls`."""
+
+    def note(moment):
+        return lambda *_: calls.append((name, moment))
+
+    moments = {*hooks.INWARDS, *hooks.OUTWARDS} - {"blocks_transferred"}
+    notes = {moment: note(moment) for moment in moments}
+    return Observer(name, every_step, **notes)
+
+
+OF_A_STEP = (
+    *("step_started", "tables_final", "before_forward"),
+    *("sampled", "payload", "output_ready"),
+)
 
 
 @pytest.mark.parametrize("is_v2", [False, True])
-def test_an_audit_that_another_thread_ends_within_a_hook_ends_no_step(is_v2):
-    state = hooks.RunnerState(None, [], emits=False)
-    for hook in hooks_of_a_step(is_v2):
-        hook(SimpleNamespace(nwor_state=(vanishing := Vanishing(state))))
-        assert vanishing.calls == 1
+@pytest.mark.parametrize("num_drafts", [3, 0])
+def test_observers_are_called_inwards_up_to_the_forward_and_outwards_after_it(
+    is_v2, num_drafts
+):
+    """Without `every_step`, a step without drafts has only its start and its output."""
+    runner, step = hooks_of_a_step(is_v2, num_drafts)
+    for every_step in (True, False):
+        calls = []
+        names = "outer", "middle", "inner"
+        observers = [named(name, calls, every_step) for name in names]
+        runner.nwor_state = hooks.RunnerState(observers)
+
+        for hook in step:
+            hook()
+
+        is_built = every_step or num_drafts
+        built = () if is_built else ("tables_final", "before_forward", "sampled")
+        assert calls == [
+            (name, moment)
+            for moment in OF_A_STEP
+            if moment not in built
+            for name in (names if moment in hooks.INWARDS else names[::-1])
+        ]
+        assert runner.nwor_state.step is None
+
+
+@pytest.mark.parametrize("is_v2", [False, True])
+def test_drafts_without_a_step_and_failed_steps_are_reported_outwards(is_v2):
+    runner, (*_, sample, _) = hooks_of_a_step(is_v2, 3)
+    names, calls = ("outer", "inner"), []
+    runner.nwor_state = hooks.RunnerState([named(name, calls) for name in names])
+
+    sample()
+    assert calls == [("inner", "drafts_missed"), ("outer", "drafts_missed")]
+    for hook in (hooks.execute_model, hooks.sample_tokens):
+        calls.clear()
+        with pytest.raises(ZeroDivisionError):
+            hook(lambda *_: 1 // 0, runner, (object(),), {})
+        assert calls[-2:] == [("inner", "step_failed"), ("outer", "step_failed")]
+
+
+@pytest.mark.parametrize("is_v2", [False, True])
+@pytest.mark.parametrize("moment", OF_A_STEP)
+def test_an_observer_that_ends_during_a_hook_fails_no_step_and_ends_no_other(
+    is_v2, moment
+):
+    """The thread that reads outputs may end the audit at any moment."""
+    runner, step = hooks_of_a_step(is_v2, 3)
+    calls = []
+    audit, other = named("audit", calls), named("other", calls)
+
+    def end(*_):
+        for _ in range(2):
+            audit.leave()
+
+    setattr(audit, moment, end)
+    runner.nwor_state = state = hooks.RunnerState([audit, other])
+
+    for hook in step:
+        hook()
+
+    assert [name for who, name in calls if who == "other"] == [*OF_A_STEP]
+    end = OF_A_STEP.index(moment)
+    assert [name for who, name in calls if who == "audit"] == [*OF_A_STEP[:end]]
+    assert (state.observers, state.removed) == ((other,), [audit])
+
+
+class Vanishing:
+    """A runner's state whose observers are gone at the second read."""
+
+    step = held = None
+    every_step = True
+
+    def __init__(self):
+        self.calls = 0
+
+    def __getattr__(self, moment):
+        if moment == "blocks_transferred":
+            return ()
+        self.calls += 1
+        return (Mock(),) if self.calls % 2 else ()
+
+
+@pytest.mark.parametrize("is_v2", [False, True])
+def test_observers_that_another_thread_ends_during_a_hook_fail_no_step(is_v2):
+    runner, step = hooks_of_a_step(is_v2, 3)
+    for hook in step:
+        runner.nwor_state = vanishing = Vanishing()
+        hook()
+        assert vanishing.calls >= 1
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
 def test_a_dummy_run_of_v2_is_no_step(is_staged):
-    """vLLM's passes execute_model alone. It comes where no step is open; what the step
-    before committed and reported stays, and the next one is like any other."""
+    """It calls execute_model only, between steps, and changes nothing."""
     dummy = SchedulerOutput.make_empty()
     dummy.num_scheduled_tokens = {"_dummy_req_0": 1}
     runners = [Runner(is_staged), Runner(is_staged)]
@@ -403,11 +542,11 @@ STAGES, LOGS = {"stage": 1, "commit": 1}, {"log": 1, "restore": 1}
 def test_v2_requests_without_a_seat_are_logged_in_the_same_step(
     num_states, indices, others, entries, num_logged
 ):
-    """others: the indices of requests that have had a step before."""
+    """others: state indices of requests of earlier steps."""
     runner = Runner(True, num_states=num_states, indices=indices)
     if others:
         live = {f"other {index}": index for index in others}
-        assert not runner.nwor_state.seats.lack(numpy.array(others), live)
+        assert not runner.manager.shadow.seats.lack(numpy.array(others), live)
         runner.req_states.req_id_to_index |= live
     runner.execute(runner.prepare)
     assert (runner.tables[0][0, 1], runner.tables[0][1, 0]) == entries
@@ -433,29 +572,21 @@ def test_v2_requests_without_a_seat_are_logged_in_the_same_step(
     ],
 )
 def test_v1_seats_the_first_rows_of_the_batch(num_seats, drafts, lacks):
-    """Rows behind them that have no drafts lack nothing."""
-    seen, gpu = [], SimpleNamespace(gpu=None)
-    manager = SimpleNamespace(shadow=SimpleNamespace(num_seats=num_seats))
-    manager.stage = seen.append
-    table = SimpleNamespace(slot_mapping=gpu, block_table=gpu)
-    runner = SimpleNamespace(
-        nwor_state=SimpleNamespace(manager=manager, audit=None),
-        input_batch=SimpleNamespace(block_table=SimpleNamespace(block_tables=[table])),
-        query_start_loc=gpu,
-        seq_lens=None,
-    )
-    metadata = SimpleNamespace(
-        num_draft_tokens=drafts, logits_indices=None, cu_num_sampled_tokens=None
-    )
+    """Rows without drafts need no seat."""
+    manager = World(True, num_seats=num_seats, num_states=0).manager
+    runner = RunnerV1([Transaction(manager, [])], drafts)
 
-    runner_v1._calc_spec_decode_metadata(lambda: metadata, runner, (), {})
+    with patch.object(manager.shadow, "begins", []):
+        runner_v1._calc_spec_decode_metadata(lambda: runner.metadata, runner, (), {})
 
-    assert [(it.num_drafts, it.lacks_seats) for it in seen] == [(sum(drafts), lacks)]
-    assert runner.nwor_state.windows is seen[0]  # to be logged
+    step = runner.nwor_state.step
+    assert (step.num_drafts, step.drafts_of_requests) == (sum(drafts), drafts)
+    assert step.awaits_forward is lacks  # to be logged
+    assert manager.state is State.STAGED
 
 
 class Stopped(BaseException):
-    """As KeyboardInterrupt: no Exception."""
+    """Not an Exception, as KeyboardInterrupt."""
 
 
 @pytest.mark.parametrize(
@@ -466,20 +597,19 @@ class Stopped(BaseException):
         (False, "no begin", {"begin_missed": 1}),  # guarantee 9
         (False, "too many drafts", {"over_capacity": 1}),
         (False, "an op fails", {"begin_failed": 1}),
-        # As after an exception that no hook of ours saw.
+        # As after an exception that no hook saw.
         (True, "nothing is sampled", {"stale_log": 1}),
         (True, "forward raises", {"step_failed": 1}),
         (True, "forward raises, and the tables stay", {"step_failed": 1}),
         (True, "sampler raises", {"step_failed": 1}),
-        # Behind commit: there are only counts to drop.
+        # After commit only the counts are dropped.
         (True, "drafter raises", {}),
     ],
 )
 @pytest.mark.parametrize("error", [RuntimeError("vLLM's own"), Stopped()])
-def test_what_becomes_of_a_step_that_goes_wrong(is_staged, what, fallbacks, error):
-    """Tables are put back at once: before the next step they may be another request's.
-    It is vLLM's own error that is raised, whatever becomes of them. Only a begin that
-    was missed is a breach."""
+def test_a_step_that_fails(is_staged, what, fallbacks, error):
+    """Tables are restored at once: in the next step they may be another request's.
+    vLLM's own error is raised in every case. Only a missed begin is a breach."""
     runner = Runner(is_staged)
     if "no drafts" in what:
         runner.batch.num_draft_tokens = 0
@@ -504,11 +634,11 @@ def test_what_becomes_of_a_step_that_goes_wrong(is_staged, what, fallbacks, erro
         if what.startswith("drafter"):
             raise error
 
-    told, looks = None, []
+    counted, looks = None, []
     with pytest.raises(type(error)) if "raises" in what else nullcontext() as raised:
         runner.execute(forward)
         if what != "nothing is sampled":
-            told, _ = runner.sample_tokens(sampler)
+            counted, _ = runner.sample_tokens(sampler)
 
     if raised:
         assert raised.value is error
@@ -519,11 +649,11 @@ def test_what_becomes_of_a_step_that_goes_wrong(is_staged, what, fallbacks, erro
         assert runner.look() == REAL
     runner.execute(lambda: looks.append(runner.look()))
     assert looks == [REAL]
-    told = told or runner.sample_tokens(lambda: None)[0]
+    counted = counted or runner.sample_tokens(lambda: None)[0]
     runner.world.check(State.IDLE, **fallbacks)
     counts = [0] * 9
     counts[COUNTER_COLUMNS.index("invalid_slots")] = fallbacks.get("begin_missed", 0)
-    assert told == ((tuple(counts), fallbacks, []) if fallbacks else None)
+    assert counted == ((tuple(counts), fallbacks, []) if fallbacks else None)
 
 
 @pytest.mark.parametrize(
@@ -535,10 +665,8 @@ def test_what_becomes_of_a_step_that_goes_wrong(is_staged, what, fallbacks, erro
         (False, {"drafts": ["a", "d"], "resumed": ["d"]}),
     ],
 )
-def test_every_step_counts_for_the_seats_unless_a_request_begins_with_drafts(
-    keeps, who
-):
-    """Its rows may be a copy of another's block, which it got just now."""
+def test_a_step_in_which_a_request_begins_with_drafts_invalidates_seats(keeps, who):
+    """Its rows may be in a new copy of another request's block."""
     runner = Runner(True)
     before = runner.manager.shadow.step
 
@@ -547,8 +675,10 @@ def test_every_step_counts_for_the_seats_unless_a_request_begins_with_drafts(
     assert runner.manager.shadow.step == before + (1 if keeps else 2)
 
 
-def test_a_refusal_is_told_by_a_runner_without_groups_too():
+def test_a_runner_without_groups_reports_its_refusal(monkeypatch):
+    monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
+    monkeypatch.setattr(hooks, "_builders", [build])
     output = SimpleNamespace(req_ids=["a"])
-    arguments = Mode.COW, "why", lambda: output, SimpleNamespace(), (), {}
+    arguments = "why", lambda: output, SimpleNamespace(), (), {}
     assert hooks._sample_tokens_refused(*arguments) is output
     assert output.nwor_stats.read() == (ZEROS, {}, [(0, "cow", "off", "why")])

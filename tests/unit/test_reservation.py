@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shadow blocks are taken from the scheduler and from nobody else; the workers are told
-which, or why there are none. vLLM's configurations are real ones."""
+"""Shadow blocks are taken from the scheduler's blocks only; the workers' configurations
+name them, or the reason for none. vLLM's configurations are real."""
 
 import copy
 import pickle
@@ -36,7 +36,7 @@ PAGE_BYTES = FULL.page_size_bytes
 
 
 def vllm_config(**changes):
-    """The parts that are read; `changes` by "part.name", or a whole part."""
+    """The parts that NWOR reads; changes: part__name, or a whole part."""
     space = SimpleNamespace
     kinds = "pipeline", "decode_context", "prefill_context"
     found = space(
@@ -74,7 +74,7 @@ def vllm_config(**changes):
 
 
 def plan(config, kv_cache_config, allowed=None, verdicts=()):
-    """allowed: shadow blocks, at most."""
+    """allowed: the most shadow blocks."""
     nwor = NworConfig(mode=Mode.STAGE, max_shadow_blocks=allowed)
     return engine_core.plan(config, kv_cache_config, nwor, dict(verdicts))
 
@@ -96,8 +96,8 @@ def kv_cache_config(*specs, num_blocks=NUM_BLOCKS):
     return kv.KVCacheConfig(num_blocks, tensors, groups)
 
 
-# Of a request of 256 tokens, beside the null block. A window of 64 keeps 63 + 64 tokens
-# in flight, in 8 blocks and one that it begins in.
+# A request of 256 tokens, without the null block. A window of 64 keeps 63 + 64 tokens
+# in flight, in 8 blocks and the one in which they begin.
 BLOCKS_OF_ONE_REQUEST = {FULL: 16, SLIDING: 9, LARGE: 4, CROSS: 16}
 
 
@@ -111,11 +111,11 @@ BLOCKS_OF_ONE_REQUEST = {FULL: 16, SLIDING: 9, LARGE: 4, CROSS: 16}
     allowed=st.none() | st.integers(0, 64) | st.just(10**6),
 )
 @example([FULL], 256, NUM_BLOCKS, None)
-def test_seats_are_as_many_as_fit_and_lie_behind_the_schedulers_blocks(
+def test_as_many_seats_as_fit_follow_the_schedulers_blocks(
     specs, max_num_seqs, num_blocks, allowed
 ):
-    """One for each sequence, within the budget (5 % of the blocks), and one request of
-    max_model_len still fits. Groups may overlay bytes: one block id is one group's."""
+    """One for each sequence, within the budget (5 % of the blocks), if one request of
+    max_model_len still fits. Groups may share memory: a block id is of one group."""
     config = vllm_config(scheduler_config__max_num_seqs=max_num_seqs)
     of_vllm = kv_cache_config(*specs, num_blocks=num_blocks)
 
@@ -144,7 +144,7 @@ def test_seats_are_as_many_as_fit_and_lie_behind_the_schedulers_blocks(
     }
 
 
-def test_a_group_of_several_specs_of_a_kind_is_one():
+def test_a_group_of_uniform_type_specs_is_staged():
     mixed = kv.UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": FULL})
 
     assert list(plan(vllm_config(), kv_cache_config(mixed))) == [0]
@@ -163,7 +163,7 @@ AUX_OUTPUTS = {"aux_output_config": AuxOutputConfig(enable_return_routed_experts
 ALL_BLOCKS = "max_model_len is auto: vLLM sizes it to take all blocks"
 # The workers zero blocks of the scheduler's.
 ZEROED = "vLLM zeroes this model's new blocks, which it cannot do with shadow blocks"
-# With what docs/reach.md calls it, unless an engine shows it there or nobody asks.
+# The name in docs/reach.md, if there is one, and the reason.
 REFUSED = [
     ("", {"speculative_config": None}, "no speculative decoding is configured"),
     *(
@@ -184,9 +184,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "changes", "sentence"), REFUSED)
-def test_what_cannot_have_shadow_blocks_is_refused_with_a_sentence(
-    name, changes, sentence
-):
+def test_shadow_blocks_are_refused_with_a_reason(name, changes, sentence):
     config = vllm_config(**changes)
     spec = getattr(config, "spec", FULL)
     assert plan(config, kv_cache_config(spec), 100) == sentence
@@ -209,18 +207,20 @@ COPIES = (
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [
-        # Of each group its layers' verdicts; which are staged, or why none is.
+        # Verdicts on the layers of two groups; the staged groups, or the reason for
+        # none.
         ([TARGETS], [TARGETS], [0, 1]),
         ([PACKED], [TARGETS], [1]),
         ([PACKED], [ODD], "packed; odd"),
         ([TARGETS, ODD], [ODD], "odd"),
-        # Nobody protects a drafter's own layers; one without a verdict may be another.
+        # A drafter's layers are not protected; a layer without a verdict may be the
+        # target's.
         ([LayerVerdict(True, "packed")], [TARGETS], [1]),
         ([LayerVerdict(True, "packed"), TARGETS], [ODD], [0]),
         ([DRAFTERS], [ODD], "odd"),
         ([DRAFTERS, None], [ODD], [0]),
         ([DRAFTERS, TARGETS], [ODD], [0]),
-        # A copy hurts a drafter in the same group only.
+        # A copied table affects drafters in the same group only.
         ([FLEX], [DRAFTERS], [0]),
         ([LayerVerdict(True, copies="FLEX")], [TARGETS], [1]),
         ([FLEX, DRAFTERS], [DRAFTERS], COPIES),
@@ -241,7 +241,7 @@ def test_groups_that_a_worker_will_refuse_get_no_blocks(first, second, expected)
 
 
 def start(workers, found_config=None, specs=(), is_start=True):
-    """What vLLM's engine core calls, through our wrappers; the scheduler's config."""
+    """Calls vLLM's functions through the hooks; returns the scheduler's config."""
 
     def get_kv_cache_configs(*arguments):
         return workers
@@ -287,7 +287,7 @@ def test_the_scheduler_has_fewer_blocks_and_the_workers_keep_theirs(monkeypatch)
         0: ShadowRegion(980, 5, 2, 980, BLOCK),
         1: ShadowRegion(990, 5, 2, 980, BLOCK),
     }
-    # As vLLM sends the configurations to workers of other processes.
+    # vLLM pickles the configurations for workers in other processes.
     sent = copy.deepcopy(workers), pickle.loads(pickle.dumps(workers))
     for received in (workers, *sent):
         assert [worker.nwor_shadow for worker in received] == [expected] * 2
@@ -306,10 +306,10 @@ def test_the_scheduler_has_fewer_blocks_and_the_workers_keep_theirs(monkeypatch)
         ([FULL], 17 + 5, 99, "(a request of the longest length needs the other KV bl"),
     ],
 )
-def test_the_line_says_who_has_shadow_blocks_and_how_more_get_some(
+def test_the_log_line_says_how_many_requests_have_shadow_blocks(
     specs, num_blocks, allowed, ends, monkeypatch
 ):
-    """The number that it gives is enough, and one block less is not."""
+    """Its suggested number is enough, and one block less is not."""
     config = kv_cache_config(*specs, num_blocks=num_blocks)
     monkeypatch.setenv("VLLM_NWOR_SHADOW_BLOCKS", str(allowed))
     with nwor_log() as lines:
@@ -321,15 +321,15 @@ def test_the_line_says_who_has_shadow_blocks_and_how_more_get_some(
         num_seats < 8
     )
     assert f" KV blocks reserved as shadow blocks, for {num_seats}{rest}" in line
-    if told := re.search(r"BLOCKS=(\d+) is enough for (\w+)", line):
-        enough, wanted = int(told[1]), NUM_SEQS if told[2] == "all" else int(told[2])
+    if hint := re.search(r"BLOCKS=(\d+) is enough for (\w+)", line):
+        enough, wanted = int(hint[1]), NUM_SEQS if hint[2] == "all" else int(hint[2])
         for allowed, num_seats in ((enough, wanted), (enough - 1, wanted - 1)):
             assert plan(vllm_config(), config, allowed)[0].num_seats == num_seats
 
 
 def refused(workers, sentence, **found):
-    """Starts, is refused with that sentence, and leaves the scheduler all blocks, and
-    the tensors their sizes."""
+    """Starts and is refused with that reason; the scheduler keeps all blocks, and the
+    tensors their sizes."""
     with nwor_log() as lines:
         scheduler = start(workers, **found)
 
@@ -339,7 +339,7 @@ def refused(workers, sentence, **found):
     return scheduler
 
 
-def test_the_workers_verdicts_come_with_their_specs():
+def test_verdicts_travel_on_the_workers_specs():
     specs = {name: copy.copy(FULL) for name in ("layer 0", "layer 1")}
     for spec in specs.values():
         object.__setattr__(spec, VERDICT, LayerVerdict(False, "packed"))
@@ -362,7 +362,7 @@ def test_a_fault_inside_leaves_the_scheduler_all_blocks(place, late, monkeypatch
 
 
 class Marked(kv.KVCacheConfig):
-    """A worker's configuration that takes no regions, perhaps once they are there."""
+    """A worker's configuration that refuses shadow regions."""
 
     def __setattr__(self, name, value):
         if name == "nwor_shadow" and not isinstance(value, str):
@@ -370,15 +370,15 @@ class Marked(kv.KVCacheConfig):
         super().__setattr__(name, value)
 
 
-def test_a_worker_that_cannot_be_told_leaves_the_scheduler_all_blocks():
-    """Nor does the one that could be told keep its mark."""
+def test_a_worker_config_without_room_for_regions_leaves_all_blocks():
+    """And the other worker's regions are removed."""
     workers = workers_of()
     workers[1] = Marked(**vars(workers[1]))
     refused(workers, "the reservation failed: AttributeError: planted")
 
 
 @pytest.mark.parametrize("name", ["off", "cow", "stage"])
-def test_other_modes_and_calls_of_no_engines_start_leave_everything(monkeypatch, name):
+def test_other_modes_and_calls_outside_start_up_change_nothing(monkeypatch, name):
     monkeypatch.setenv("VLLM_NWOR_MODE", name)
     workers = workers_of()
 
@@ -390,7 +390,7 @@ def test_other_modes_and_calls_of_no_engines_start_leave_everything(monkeypatch,
     assert lines == []
 
 
-def test_an_engine_has_its_own_configuration_not_an_earlier_ones():
+def test_a_second_engine_does_not_get_the_first_ones_configuration():
     first, second = workers_of(), workers_of()
     start(first, vllm_config(speculative_config=None))
     start(second)

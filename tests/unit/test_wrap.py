@@ -61,7 +61,7 @@ def test_a_wrapper_sees_the_call_and_keeps_the_original():
     finish = target("Sub.finish", ("tokens",))
     install_all(module, {target(): doubling, finish: doubling})
 
-    assert type(module.Runner.step) is FunctionType  # a step calls it: none of wrapt's
+    assert type(module.Runner.step) is FunctionType  # cheap to call
     assert module.Runner.step.__wrapped__ is original
     assert module.Runner().step(3, flag=True) == ("wrapped", ("step", 3, True))
     assert module.Sub().step(1) == ("wrapped", ("step", 1, False))  # once
@@ -90,7 +90,7 @@ def test_a_mismatch_is_named_and_nothing_is_wrapped(place, params, message):
     bad = target(place, tuple(params.split(", ")))
     expects = f" expected it to begin with ({params})" if message[-1] == ";" else ""
 
-    for wrapper in (doubling, None):  # one that is only checked
+    for wrapper in (doubling, None):  # None: only checked
         with pytest.raises(HostMismatch) as error:
             install_all(module, {target(): doubling, bad: wrapper})
 
@@ -98,7 +98,7 @@ def test_a_mismatch_is_named_and_nothing_is_wrapped(place, params, message):
         assert dict(vars(module.Runner)) == before
 
 
-def test_a_parameter_that_only_some_releases_have_is_no_other_one():
+def test_an_optional_parameter_may_be_missing():
     module = host()
     for params in ("self tokens?", "self tokens flag more?", "self tokens flag?"):
         install_all(module, {target(params=tuple(params.split())): doubling})
@@ -117,9 +117,9 @@ def theirs(self, tokens): ...
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(["install", "unhook", "rehook", "theirs"])))
-def test_all_hooks_are_on_or_off_and_what_somebody_put_over_one_stays(moves):
-    """theirs: it is put over a hook, or in its place, or taken away again."""
-    _wrap._hooks.clear()  # of the example before
+def test_unhook_and_rehook_switch_all_hooks_and_refuse_if_one_was_replaced(moves):
+    """theirs: other code replaces a hooked function, or restores it."""
+    _wrap._hooks.clear()  # of the previous example
     module = host()
     names = target(), target("Sub.step"), target("Sub.finish", ("tokens",))
     switches = {"unhook": unhook, "rehook": rehook}

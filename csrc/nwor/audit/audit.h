@@ -4,11 +4,11 @@
 // audit_rules.h has the comparisons, for the CPU and for CUDA. The audit reads caches
 // and never writes them.
 //
-// A slot's identity is H[p] = seed + sum over i <= p of mix64(token_i, i), p being
-// the position of what was written there: equal for equal texts, and a sum, so that
-// a batch is one parallel scan. It is chained from the request's own value, never
-// from the slot before, which may be the bad one. Where a text has an image (a Feature)
-// a number that follows from it stands for the token.
+// A slot's identity is H[p] = seed + sum over i <= p of mix64(token_i, i), where p is
+// the position that was written there. Equal texts have equal H. It is a sum, so that a
+// batch is one parallel scan. It is chained from the request's own value, never from
+// the slot before, which may be the corrupt one. Where a text has an image (a Feature),
+// a number derived from the image replaces the token.
 //
 // vllm/v1/nwor/audit/tables.py allocates the tables.
 #pragma once
@@ -22,7 +22,7 @@
 namespace nwor {
 
 // What a slot holds. Unknown: something that cannot be verified (a connector's load,
-// prompt embeddings, what a wake-up left); it matches any text.
+// prompt embeddings, the content after a wake-up); it matches any text.
 enum SlotState : int32_t {
   kSlotNever,
   kSlotUnknown,
@@ -211,7 +211,7 @@ constexpr int64_t kPartColumns = sizeof(AuditPart) / sizeof(int64_t);
 // Requests in a batch, at most, on CUDA.
 constexpr int64_t kMaxReqs = 4096;
 
-// What all calls of a step get.
+// The arguments that all calls of a step share.
 struct AuditStep : AuditGroup {
   IndexArray row_seats;            // [num_reqs]
   const int32_t* query_start_loc;  // [num_reqs + 1]
@@ -241,7 +241,7 @@ struct AuditPlanArgs : AuditStep {
   const int64_t* slot_mapping;
 };
 
-// What a request that is new in the batch found in the cache.
+// What a request that is new in the batch found in the cache: its text.
 struct AuditHit {
   int64_t row;
   const int32_t* tokens;  // [length]
@@ -278,7 +278,7 @@ struct AuditSeatArgs : AuditGroup {
   Feature fresh_features[kMaxFeatures];
 };
 
-// What becomes of a block, and what its value is.
+// What happens to a block, and the value that comes with it.
 enum BlockEvent : int64_t {
   kGiven,   // to a request: its generation; 0: to another group, so that its slots hold
             // nothing of this one

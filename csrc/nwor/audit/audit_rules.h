@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the audit does with requests, slots and blocks, and in which order: the same on
-// the CPU and on CUDA.
+// The audit's passes over requests, slots and blocks, and their order, for the CPU and
+// for CUDA.
 //
-// A pass is called by teams of threads, which share out what there is to do; all
-// threads of a team call it. A team is a thread block on CUDA (audit_cuda.cu, `Block`),
-// one thread on the CPU (audit_cpu.cpp, `Solo`). It has
+// Teams of threads run a pass and share its work; all threads of a team call it. A team
+// is a thread block on CUDA (audit_cuda.cu, `Block`), one thread on the CPU
+// (audit_cpu.cpp, `Solo`). It has
 //
 //   share(count)         the items that are this team's: Share
 //   index(), size()      of this thread, and of the team
@@ -21,10 +21,10 @@
 // lanes of one: warp_sum(value), up to this lane; count_lanes(is); first_lane(is), -1
 // if it is none; of_last_lane(value).
 //
-// Many threads are here at once. What two of them may touch is counted or exchanged by
-// atomics: the header, a record's state in plan (of the rows that go to one slot one
-// gets what the slot held), a record's content in scan (requests share blocks).
-// Everything else belongs to one thread of a launch, and launches follow each other.
+// Threads run concurrently. Data that two of them may touch is updated by atomics: the
+// header, a record's state in plan (of the rows that go to one slot one gets what the
+// slot held), a record's content in scan (requests share blocks). Everything else
+// belongs to one thread of a launch, and launches follow each other.
 //
 // Values that come from the device are not trusted: a request whose seat or rows are
 // out of range is left alone.
@@ -95,7 +95,7 @@ NWOR_RULE uint32_t checksum_of(uint64_t word, int64_t index) {
       mix64(word + static_cast<uint64_t>(index + 1) * 0x9E3779B97F4A7C15ULL) >> 32);
 }
 
-// `by` more, and what it was.
+// Adds `by`; returns the value before.
 NWOR_RULE int64_t count(int64_t& counter, int64_t by = 1) {
 #ifdef __CUDACC__
   return static_cast<int64_t>(atomicAdd(reinterpret_cast<unsigned long long*>(&counter),
@@ -105,7 +105,7 @@ NWOR_RULE int64_t count(int64_t& counter, int64_t by = 1) {
 #endif
 }
 
-// `value` instead, and what it was.
+// Stores `value`; returns the value before.
 NWOR_RULE int32_t exchange(int32_t& place, int32_t value) {
 #ifdef __CUDACC__
   return atomicExch(&place, value);
@@ -114,7 +114,7 @@ NWOR_RULE int32_t exchange(int32_t& place, int32_t value) {
 #endif
 }
 
-// What this thread read and wrote before comes before what it does from here on.
+// Orders this thread's earlier memory accesses before its later ones.
 NWOR_RULE void fence() {
 #ifdef __CUDACC__
   __threadfence();
@@ -133,7 +133,7 @@ NWOR_RULE void report(const AuditGroup& group, const Finding& finding) {
   }
 }
 
-// What is found at `slot`, which belongs to request `owner`.
+// A finding at `slot`, which belongs to request `owner`.
 NWOR_RULE Finding at_slot(const AuditGroup& group, FindingClass kind, int64_t slot,
                           int64_t position, int64_t owner, int64_t step) {
   const SlotRecord& record = group.records[slot];
@@ -141,7 +141,7 @@ NWOR_RULE Finding at_slot(const AuditGroup& group, FindingClass kind, int64_t sl
           record.step, 0,    0};
 }
 
-// Compares what a slot is said to hold with H = `hash`.
+// Whether the slot holds, by its record, the text with H = `hash`, or may hold any.
 NWOR_RULE bool holds(const SlotRecord& record, uint64_t hash) {
   return record.state == kSlotUnknown ||
          (record.state == kSlotCommitted && record.hash == hash);
@@ -156,13 +156,13 @@ NWOR_RULE void report_prefix(const AuditGroup& group, int64_t slot, int64_t posi
   finding.found =
       record.state == kSlotCommitted ? static_cast<int64_t>(record.hash) : 0;
   report(group, finding);
-  // Once for a block: its end is not looked at any more.
+  // A block is reported once: its end is not compared again.
   if (position / group.block_size < group.max_blocks) {
     group.expected_at(seat, position / group.block_size) = 0;
   }
 }
 
-// Of a write of `token` by `seat`, which makes its text H = `hash`.
+// The record of a write of `token` by `seat`. hash: H of its text with that token.
 NWOR_RULE SlotRecord written(uint64_t hash, int32_t token, int64_t position,
                              int64_t step, const Seat& seat, SlotState state,
                              SlotContent content) {
@@ -177,8 +177,8 @@ NWOR_RULE SlotRecord written(uint64_t hash, int32_t token, int64_t position,
 
 // --- requests --------------------------------------------------------------------
 
-// Calls visit(i, sum) for items [begin, end): `start` and what of(i) gives up to i, it
-// included. Returns the last sum.
+// Calls visit(i, sum) for items [begin, end); sum: `start` plus of(begin) to of(i).
+// Returns the last sum.
 template <typename Team, typename Of, typename Visit>
 NWOR_RULE uint64_t add_up(Team& team, int64_t begin, int64_t end, uint64_t start,
                           const Of& of, const Visit& visit) {
@@ -214,7 +214,7 @@ NWOR_RULE void each_request(Team& team, const AuditStep& args, const Visit& visi
   }
 }
 
-// A request comes into the batch.
+// Adds a request to the batch.
 struct SeatRequest : AuditSeatArgs {
   template <typename Team>
   NWOR_RULE void operator()(Team& team) const {
@@ -260,13 +260,14 @@ struct PlanRequests : AuditPlanArgs {
     });
   }
 
-  // What row i writes.
+  // The text that row i writes.
   NWOR_RULE int32_t text(const Rows& rows, int64_t i) const {
     return text_at(*this, rows.seat, tokens[i], positions[i]);
   }
 
-  // H in front of where the request goes on. Behind a load that failed it goes back to
-  // a block's begin; from anywhere else its text is not known any more.
+  // H before the request's first row of this step. After a load that failed a request
+  // goes back to the begin of a block. If it goes back to any other position, its text
+  // is unknown from then on.
   NWOR_RULE uint64_t base_of(const Rows& rows) const {
     Seat& seat = seats[rows.seat];
     const int64_t start = positions[rows.begin];
@@ -289,7 +290,7 @@ struct PlanRequests : AuditPlanArgs {
     return hash;
   }
 
-  // Row i will make the text H = `hash`.
+  // Plans the write of row i. hash: H of the text with that row.
   NWOR_RULE void plan_row(const Rows& rows, int64_t i, uint64_t hash) const {
     const Seat& seat = seats[rows.seat];
     const int64_t position = positions[i];
@@ -314,11 +315,12 @@ struct PlanRequests : AuditPlanArgs {
     }
     SlotRecord& record = records[to];
     row.slot = to;
-    // Before the exchange: another row that goes to this slot writes behind its own.
+    // Before the exchange: another row for the same slot writes the record after its
+    // own.
     row.old = record;
     fence();
     row.old.state = exchange(record.state, kSlotPlanned);
-    // A load fills whole blocks: the one where a hit ends, too.
+    // A load fills whole blocks, including the one in which a hit ends.
     const int64_t hit = seat.hit_length;
     const bool is_behind_hit = seat.loads == kUnknownLoads && hit > 0 &&
                                position >= hit &&
@@ -336,8 +338,8 @@ struct PlanRequests : AuditPlanArgs {
   }
 };
 
-// What is kept, of all requests, before any is checked: one may have found another's
-// block in this step.
+// Records what is kept, of all requests, before any is checked: a request may have
+// found another's block in this step.
 struct KeepRequests : AuditResolveArgs {
   template <typename Team>
   NWOR_RULE void operator()(Team& team) const {
@@ -392,7 +394,8 @@ struct KeepRequests : AuditResolveArgs {
   }
 };
 
-// Whether the requests' tables lead to what they wrote and have written.
+// Checks that the requests' block tables lead to the text that they wrote, in this step
+// and before.
 struct CheckRequests : AuditResolveArgs {
   template <typename Team>
   NWOR_RULE void operator()(Team& team) const {
@@ -408,7 +411,7 @@ struct CheckRequests : AuditResolveArgs {
           num_compared += check(rows, row.position, row.hash);
         }
       }
-      team.sync();  // a row that is reported takes its block's end off
+      team.sync();  // a report clears the expected H of its block's end
       const int64_t end = least(seat.length / block_size, max_blocks);
       for (int64_t b = first_block(seat.length) + team.index(); b < end;
            b += team.size()) {
@@ -460,7 +463,7 @@ NWOR_RULE int64_t stored_slot(const AuditGroup& group, int64_t slot) {
                                                                            : kNotStored;
 }
 
-// What a request that is new found in the cache.
+// Takes over what a new request found in the cache.
 struct AdoptHit : AuditResolveArgs {
   AuditHit hit;
 
@@ -475,7 +478,7 @@ struct AdoptHit : AuditResolveArgs {
     int64_t b = begin + team.index();
     uint64_t hash = b < end ? hash_before(seat_index, b) : 0;
     for (int64_t first = begin; first < end; first += team.size()) {
-      // A block that is reported is not known to the next any more.
+      // Read before this block is adopted: a report clears its expected H.
       const int64_t next = b + team.size();
       const uint64_t hash_of_next = next < end ? hash_before(seat_index, next) : 0;
       team.sync();
@@ -487,7 +490,7 @@ struct AdoptHit : AuditResolveArgs {
     }
   }
 
-  // H in front of block b, of a seat that was just taken.
+  // H before block b, of a seat that was just assigned.
   NWOR_RULE uint64_t hash_before(int64_t seat_index, int64_t b) const {
     return b == 0 ? seats[seat_index].seed : expected_at(seat_index, b - 1);
   }
@@ -611,7 +614,7 @@ struct OfBytes : Args {
   }
 };
 
-// What was written, once it is known what is kept.
+// Records the checksums of the rows that were written, after their states are known.
 struct RecordRows : OfBytes<AuditResolveArgs> {
   using OfBytes::OfBytes;
 
@@ -640,7 +643,7 @@ struct RecordRows : OfBytes<AuditResolveArgs> {
     }
   }
 
-  // What a row's checksums say of it, before they are recorded.
+  // Compares a row's checksums with the known ones, before they are recorded.
   NWOR_RULE void judge(PlanRow& row, const Compared& compared) const {
     const Seat& seat = seats[row.seat];
     if (row.state == kSlotRejected) {
@@ -669,8 +672,8 @@ struct RecordRows : OfBytes<AuditResolveArgs> {
   }
 };
 
-// Whose bytes a scan compares: of one row its hit; with row -1 of all rows, from the
-// cursor on.
+// Compares the bytes of slots: those of one row's hit or, with row -1, those of all
+// rows from the cursor on.
 struct ScanSlots : OfBytes<AuditResolveArgs> {
   int64_t row;
   int64_t max_scanned;
@@ -678,8 +681,8 @@ struct ScanSlots : OfBytes<AuditResolveArgs> {
   ScanSlots(const AuditResolveArgs& args, int64_t row, int64_t max_scanned)
       : OfBytes(args), row(row), max_scanned(max_scanned) {}
 
-  // The blocks of the rows, side by side, and which of them are looked at: `count` from
-  // `start` on and around.
+  // The blocks of all rows in one sequence, and which of them are compared: `count`
+  // from `start` on, cyclically.
   struct Places {
     const int64_t* ends;  // [num_rows]: blocks of the rows up to each, it included
     int64_t total;
@@ -808,7 +811,7 @@ struct ScanSlots : OfBytes<AuditResolveArgs> {
       const int32_t* const found = team.checksums(*this, there);
       if (team.is_first_warp()) {
         const Compared compared = compare(team, there, found);
-        // What a load should have brought, until somebody has looked at it.
+        // The first comparison after a load: also with what it should have brought.
         const bool is_fresh = content == kContentReplaced || content == kContentLoaded;
         const int64_t stored = is_fresh ? stored_slot(*this, there) : kNotStored;
         Compared with_stored{};
@@ -835,8 +838,8 @@ struct ScanSlots : OfBytes<AuditResolveArgs> {
     team.sync();  // before the next slot's content and checksums
   }
 
-  // What a load brought. stored, with_stored: what it should have brought, or why that
-  // is not known (stored_slot).
+  // Judges a slot that a load filled. stored, with_stored: what it should have brought,
+  // or why that is unknown (stored_slot).
   NWOR_RULE void judge_loaded(int64_t owner, int64_t position, int64_t there,
                               int32_t content, const Compared& compared, int64_t stored,
                               const Compared& with_stored) const {
@@ -874,8 +877,8 @@ struct SnapshotSlots : OfBytes<AuditSnapshotArgs> {
     for (auto [slot, end, stride] = team.share(num_slots()); slot < end;
          slot += stride) {
       SlotRecord& record = records[slot];
-      // No step has written it, or was to; and since the snapshot before its block has
-      // not been another group's, nor was it a load's to fill.
+      // No step has written or planned it. For a later snapshot also: since the one
+      // before, its block was not given to another group, and no load was to fill it.
       if (record.step == 0 &&
           (!again || (record.content != kContentNone && record.state == kSlotNever))) {
         keep(team, slot, team.checksums(*this, slot));
@@ -917,7 +920,7 @@ struct BlockEvents : AuditBlocksArgs {
     }
   }
 
-  // What is known of the block is kept, with the store's number.
+  // Keeps the records and checksums of the block under the store's number.
   template <typename Team>
   NWOR_RULE void store(Team& team, int64_t block, int64_t number) const {
     if (team.index() == 0) {
@@ -969,8 +972,8 @@ struct BlockEvents : AuditBlocksArgs {
 
 // --- publish ---------------------------------------------------------------------
 
-// The end of a step, by one team: all rows were judged; the header and what was found
-// since the last one go to the host.
+// Ends a step, by one team: judges the suspects, and copies the header and the new
+// findings to the host.
 struct Publish : AuditResolveArgs {
   template <typename Team>
   NWOR_RULE void operator()(Team& team) const {
@@ -997,7 +1000,7 @@ struct Publish : AuditResolveArgs {
     }
   }
 
-  // Row i, when all rows were judged. One checksum of 32 bits in billions agrees by
+  // Row i, after all rows were judged. One checksum of 32 bits in billions agrees by
   // chance: it takes a second one, of another layer, or of this layer at the position
   // before.
   NWOR_RULE void judge_suspect(int64_t i) const {

@@ -45,7 +45,7 @@ class TensorArgs {
   }
   void size_is(const char* name, const Tensor& tensor, int64_t dim, int64_t size,
                const char* meaning) const;
-  // Drafts of a step, that fit the log.
+  // Checks that the step's drafts fit the log.
   void num_drafts(int64_t num_drafts, const UndoLog& log) const;
 
   LayerTable table(const Tensor& table) const;
@@ -64,9 +64,9 @@ class TensorArgs {
   int64_t* counters(const Tensor& counters) const;
   // [kNumCounters] on the host, where the device sees it, or nullptr.
   int64_t* counters_to(const OptionalTensor& counters_to) const;
-  // [slots, kNumCounters] of the same.
+  // The same, [slots, kNumCounters].
   CounterRing ring(const Tensor& ring) const;
-  // Of that, or nullptr for -1.
+  // A slot of it; nullptr for -1.
   int64_t* slot_of(const CounterRing& ring, int64_t slot) const;
   // [tokens] or [1, tokens].
   int64_t* slot_mapping(const Tensor& slot_mapping, int64_t* num_tokens) const;

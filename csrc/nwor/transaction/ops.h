@@ -38,7 +38,7 @@ void unstage(Tensor block_table, Tensor slot_mapping, OptionalTensor state_indic
              Tensor saved, int64_t num_reqs, int64_t entry_tokens,
              OptionalTensor seat_of_state);
 
-// Arguments: as in the ops. What it is made of has to outlive it.
+// Arguments: as in the ops. The tensors of the constructor have to outlive it.
 class LoggedLayers {
  public:
   static constexpr const char* kName = "LoggedLayers";

@@ -14,8 +14,8 @@
 // there; with 2 drafts accepted rows 34 to 36 are copied back. In the next step p0
 // is 37, the shadow has rows 32 to 36 already, and nothing is copied to it.
 //
-// What a seat's shadow has counts only if all three hold, else the committed rows of
-// the first staged entry are copied anew:
+// Rows that are already in a seat's shadow are used only if all three hold; otherwise
+// the committed rows of the first staged entry are copied again:
 // - the seat's window was committed in the step before this one, by the host's
 //   count of steps, which includes those without drafts;
 // - that commit kept all rows before this step's p0, and none from there on;
@@ -136,8 +136,8 @@ NWOR_HOST_DEVICE inline int32_t left_alone(const ShadowStageArgs& args,
   return args.rest_is_logged ? 0 : num_drafts < 0 ? num_drafts : -num_drafts;
 }
 
-// The window of request r by the batch's metadata; num_drafts is negative where it
-// cannot be staged, 0 without drafts. Its entries and slots are not looked at.
+// The window of request r by the batch's metadata; num_drafts is negative if it cannot
+// be staged, 0 without drafts. Its entries and slots are not checked.
 NWOR_HOST_DEVICE inline StagedWindow find_window(const ShadowStageArgs& args,
                                                  int64_t r) {
   // All loads first, so that they overlap.
@@ -175,7 +175,7 @@ NWOR_HOST_DEVICE inline bool is_real_entry(const ShadowStageArgs& args, int64_t 
   return entry > 0 && entry < args.num_real_entries;
 }
 
-// What the step before left of a seat.
+// What the previous step left of a seat.
 struct SeatState {
   int32_t step;
   int32_t valid;
@@ -186,8 +186,8 @@ NWOR_HOST_DEVICE inline SeatState load_seat(const int32_t* saved) {
   return {saved[kSavedStep], saved[kSavedValid], saved[kSavedValidEntry]};
 }
 
-// Committed rows of the window's first staged entry that its shadow lacks. `entry`:
-// the real one.
+// The number of committed rows of the window's first staged entry that its shadow
+// lacks. entry: the real one.
 NWOR_HOST_DEVICE inline int32_t num_lacking(const ShadowStageArgs& args,
                                             const SeatState& seat,
                                             const StagedWindow& window, int32_t entry) {

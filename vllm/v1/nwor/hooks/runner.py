@@ -105,6 +105,10 @@ class RunnerState:
                 setattr(self, moment, tuple(filter(None, calls)))
         self.every_step = any(observer.every_step for observer in observers)
 
+    def refresh(self) -> None:
+        """Call after a moment of an observer was replaced (benches, tests)."""
+        self._set(self.observers)
+
     def remove(self, observer: Observer) -> None:
         if observer in self.observers:
             self.removed.append(observer)
