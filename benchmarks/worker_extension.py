@@ -12,16 +12,15 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm_nwor.step import Acceptance, Step
     from vllm_nwor.transaction.draft_manager import DraftCommitManager
 
 
-class TimedManager:
-    """A manager, and the host time of each of its begins and commits in nanoseconds.
-    What stage takes belongs to the step's begin. A look at the clock costs a step some
-    microseconds itself.
+class Timed:
+    """Host time of each begin and commit of a manager, in nanoseconds. Stage counts as
+    part of the step's begin. Reading the clock costs a step some microseconds itself.
 
-    To be put into the manager's place. (To replace methods of the manager itself would
-    make it slower: Python then keeps its attributes in a dictionary.)
+    stage, begin, commit: to be called in place of the manager's.
     """
 
     def __init__(self, manager: DraftCommitManager) -> None:
@@ -32,41 +31,41 @@ class TimedManager:
         clock = time.perf_counter_ns
         stage_ns = 0
 
-        # Between two looks at the clock is the call alone: all else is in no cache.
-        def on_stage(windows: Any) -> bool:
+        # Nothing but the call lies between two readings of the clock: everything else
+        # is cold in the CPU's caches.
+        def on_stage(step: Step) -> None:
             nonlocal stage_ns
             started = clock()
-            is_begun = stage(windows)
+            stage(step)
             stage_ns = clock() - started
-            if is_begun:
+            if not step.awaits_forward:
                 self.begin_ns.append(stage_ns)
                 stage_ns = 0
-            return is_begun
 
-        def on_begin(windows: Any) -> None:
+        def on_begin(step: Step) -> None:
             nonlocal stage_ns
             started = clock()
-            begin(windows)
+            begin(step)
             elapsed, stage_ns = clock() - started + stage_ns, 0
             if manager.is_open:
                 self.begin_ns.append(elapsed)
 
-        def on_commit(acceptance: Any) -> None:
+        def on_commit(step: Step, acceptance: Acceptance | None) -> None:
+            is_open = manager.is_open
             started = clock()
-            commit(acceptance)
-            self.commit_ns.append(clock() - started)
+            commit(step, acceptance)
+            elapsed = clock() - started
+            if is_open:  # the step has drafts
+                self.commit_ns.append(elapsed)
 
         self.stage, self.begin, self.commit = on_stage, on_begin, on_commit
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.manager, name)
 
 
 class NworWorkerExtension:
     """Mixed into vLLM's worker class; `self.model_runner` is the worker's."""
 
     model_runner: Any
-    nwor_timed: TimedManager | None = None
+    nwor_timed: Timed | None = None
     nwor_shadow: Any = None  # the manager's, while it logs all groups
 
     def nwor_set_hooked(
@@ -84,32 +83,38 @@ class NworWorkerExtension:
             RuntimeError: this worker is between execute_model and sample_tokens.
             HostMismatch: something that is not NWOR's lies over one of its hooks.
         """
-        manager = _manager(self.model_runner)
-        if manager is None and getattr(self.model_runner, "nwor_audit", None) is None:
+        state = getattr(self.model_runner, "nwor_state", None)
+        transaction = state and state.named("transaction")
+        manager = getattr(transaction, "manager", None)
+        if manager is None and (state is None or state.named("audit") is None):
             return False
         if getattr(self.model_runner, "execute_model_state", None) is not None:
             raise RuntimeError(
                 f"nwor_set_hooked({hooked}) in the middle of a step; expected between "
                 "steps, with none in flight"
             )
-        from vllm_nwor.base import wrap as _wrap
+        from vllm_nwor.base.wrap import rehook, unhook
 
         if hooked and manager is not None:
-            if getattr(self.nwor_timed, "manager", None) is not manager:
-                self.nwor_timed = TimedManager(manager)
+            if self.nwor_timed is None or self.nwor_timed.manager is not manager:
+                self.nwor_timed = Timed(manager)
                 self.nwor_shadow = manager.shadow
             manager.shadow = self.nwor_shadow if stages else None
-            # Steps without hooks were steps all the same.
+            # The runner may have made steps without hooks.
             manager.start_step()
-            state = self.model_runner.nwor_state
-            state.manager = self.nwor_timed if times else manager
-        (_wrap.rehook if hooked else _wrap.unhook)()
+            calls = self.nwor_timed if times else manager
+            has_shadow = manager.shadow is not None
+            transaction.tables_final = calls.stage if has_shadow else None
+            transaction.before_forward = calls.begin
+            transaction.sampled = calls.commit
+            state.refresh()
+        (rehook if hooked else unhook)()
         return hooked
 
     def nwor_set_audit(self, mib: int) -> None:
         """Has the KV audit begin anew, and compare `mib` MiB of the caches in a step.
         Between requests, after nwor_set_hooked(True)."""
-        self.model_runner.nwor_audit.audit.restart(mib << 20)
+        self.model_runner.nwor_state.named("audit").audit.restart(mib << 20)
 
     def nwor_reseed(self, seed: int) -> None:
         """Seeds every generator that a step may draw from: Python's, numpy's, and
@@ -138,10 +143,12 @@ class NworWorkerExtension:
             fallbacks: steps, by reason. begin_ns, commit_ns: since the last report.
         """
         runner, timed = self.model_runner, self.nwor_timed
-        state, manager = getattr(runner, "nwor_state", None), _manager(runner)
+        transaction, manager = _transaction(runner), _manager(runner)
         report: dict[str, Any] = {
             "kv_blocks": _num_blocks(runner.kv_cache_config),
-            "groups": [info._asdict() for info in state.infos] if state else [],
+            "groups": [info._asdict() for info in transaction.infos]
+            if transaction
+            else [],
             "counters": _counters(manager) if manager else {},
             "log_bytes_per_draft": manager.log_bytes_per_draft if manager else 0,
             "log_bytes": manager.log_bytes if manager else 0,
@@ -154,10 +161,17 @@ class NworWorkerExtension:
         return report
 
 
+def _transaction(runner: Any) -> Any:
+    """The transaction that observes `runner`, or None."""
+    state = getattr(runner, "nwor_state", None)
+    return state and state.named("transaction")
+
+
 def _manager(runner: Any) -> DraftCommitManager | None:
-    """The manager that the hooks left on `runner`, None if nothing is protected."""
-    found = getattr(getattr(runner, "nwor_state", None), "manager", None)
-    return found.manager if isinstance(found, TimedManager) else found
+    """Its manager, None if nothing is protected."""
+    manager: DraftCommitManager | None
+    manager = getattr(_transaction(runner), "manager", None)
+    return manager
 
 
 def _num_blocks(config: Any) -> int:
