@@ -137,10 +137,11 @@ serve: models ## OpenAI-compatible server on port 8000 with NWOR on
 		--override-generation-config '{"temperature": 0}' \
 		--speculative-config '$(SPECULATION)' $(ARGS)
 
-lint: setup ## check style, types and sizes
+lint: setup ## check style, types, imports and sizes
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	.venv/bin/lint-imports
 	$(if $(SOURCES),.venv/bin/clang-format --dry-run -Werror $(SOURCES))
 	.venv/bin/shellcheck $(SCRIPTS)
 	.venv/bin/hadolint $(DOCKERFILES)
@@ -183,7 +184,7 @@ deps: ## install what the system lacks, and fetch Prometheus for the tests (apt-
 	@tools/monitoring/fetch_prometheus.sh
 
 clean: ## remove what builds left, but not .venv, the models, nor what was measured
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache \
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache \
 		.hypothesis vllm/v1/nwor/_nwor_C.so
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 

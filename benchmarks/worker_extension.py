@@ -51,9 +51,12 @@ class Timed:
                 self.begin_ns.append(elapsed)
 
         def on_commit(step: Step, acceptance: Acceptance | None) -> None:
+            is_open = manager.is_open
             started = clock()
             commit(step, acceptance)
-            self.commit_ns.append(clock() - started)
+            elapsed = clock() - started
+            if is_open:  # the step has drafts
+                self.commit_ns.append(elapsed)
 
         self.stage, self.begin, self.commit = on_stage, on_begin, on_commit
 

@@ -41,9 +41,9 @@ from tests.helpers.engine import DEFAULTS, NUM_DRAFTS, Engine
 from tests.helpers.environment import model_path, nwor_settings
 from tests.helpers.sessions import draft_rightly, play
 from vllm_nwor import Commit, commits, plugin
-from vllm_nwor.base import stats
 from vllm_nwor.base import wrap as _wrap
 from vllm_nwor.config import NworConfigError
+from vllm_nwor.hooks import scheduler as hooks
 from vllm_nwor.hooks.ledger import SCHEDULER
 
 BLOCK = 16
@@ -388,15 +388,15 @@ class NoTensors(TorchDispatchMode, ContextDecorator):
 
 
 def test_on_commit_runs_no_torch_operator(alone, monkeypatch):
-    monkeypatch.setattr(commits, "pending", NoTensors()(commits.pending))
-    monkeypatch.setattr(commits, "publish", NoTensors()(commits.publish))
+    monkeypatch.setattr(hooks, "pending", NoTensors()(hooks.pending))
+    monkeypatch.setattr(hooks, "publish", NoTensors()(hooks.publish))
     with reported() as found:
         expected = alone.step()
     assert found == [[expected]]
 
 
 def test_a_group_that_is_not_slot_based_has_no_blocks(alone, monkeypatch):
-    monkeypatch.setattr(stats, "block_sizes", lambda groups: {0: BLOCK})
+    monkeypatch.setattr(hooks, "block_sizes", lambda groups: {0: BLOCK})
     with reported() as found:
         expected = alone.step()
     blocks, _ = expected.block_ids

@@ -5,7 +5,6 @@ Runners are stand-ins with real KV-cache specs; tests/integration has real ones.
 """
 
 import copy
-import importlib
 import itertools
 import re
 from dataclasses import replace
@@ -18,22 +17,25 @@ import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1 import kv_cache_interface
-from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+)
 
 from tests.helpers import reach
 from tests.helpers.logs import nwor_log
 from tests.unit.test_reservation import NUM_DRAFTS, NUM_SEQS, vllm_config
+from vllm_nwor.base.errors import NworError
 from vllm_nwor.config import Mode, NworConfig, OnReject, Strict
-from vllm_nwor.hooks import discovery, engine_core, layers, staging
+from vllm_nwor.hooks import engine_core, layers, staging
+from vllm_nwor.hooks import runner as hooks
 from vllm_nwor.layout.kv_layout import row_layout
-from vllm_nwor.report import Report
-from vllm_nwor.transaction.draft_manager import (
-    DraftCommitManager,
-    LayerCache,
-    NworError,
-    StagedGroup,
-)
-from vllm_nwor.transaction.shadow_blocks import ShadowRegion, blocks_per_seat
+from vllm_nwor.layout.regions import ShadowRegion, StagedGroup, blocks_per_seat
+from vllm_nwor.layout.tables import LayerCache
+from vllm_nwor.transaction import build as transaction
+from vllm_nwor.transaction.draft_manager import DraftCommitManager
 from vllm_nwor.transaction.undo_log import num_bytes
 
 BLOCKS, HEADS, SLOTS, DIM = 4, 2, 16, 32
@@ -73,9 +75,17 @@ def named(name):
     return SimpleNamespace(get_name=lambda: name)
 
 
-def runner(*groups, **changes):
+def table(entry_tokens):
+    """A V1 runner's block table."""
+    return SimpleNamespace(
+        block_size=entry_tokens,
+        block_table=SimpleNamespace(gpu=torch.zeros(8, 9, dtype=torch.int32)),
+    )
+
+
+def runner(*groups, entry_tokens=SLOTS, **changes):
     """groups: (spec, {layer name: layer}) or the layers, for each KV-cache group.
-    changes: other attributes."""
+    entry_tokens: tokens for each entry of a block table. changes: other attributes."""
     groups = [group if isinstance(group, tuple) else (SPEC, group) for group in groups]
     layers = {name: found for _, group in groups for name, found in group.items()}
     kv_cache_groups = [
@@ -85,7 +95,12 @@ def runner(*groups, **changes):
     specs = {name: spec for spec, group in groups for name in group}
     attributes = {
         "device": torch.device("cpu"),
-        "kv_cache_config": SimpleNamespace(kv_cache_groups=kv_cache_groups),
+        "kv_cache_config": SimpleNamespace(
+            kv_cache_groups=kv_cache_groups, num_blocks=BLOCKS
+        ),
+        "input_batch": SimpleNamespace(
+            block_table=[table(entry_tokens) for _ in groups]
+        ),
         "compilation_config": SimpleNamespace(static_forward_context=layers),
         "get_kv_cache_spec": lambda: specs,
         "max_num_reqs": 8,
@@ -94,10 +109,16 @@ def runner(*groups, **changes):
     return SimpleNamespace(**attributes | changes)
 
 
-def build(found, storage=None, mode=Mode.COW, strictness=Strict.NEVER, **settings):
+@pytest.fixture(autouse=True)
+def only_the_transaction(monkeypatch):
+    monkeypatch.setattr(hooks, "_builders", [transaction])
+
+
+def build(found, mode=Mode.COW, strictness=Strict.NEVER, **settings):
+    """What the hooks and the builder make of a runner whose caches are bound."""
     config = NworConfig(mode=mode, strictness=strictness, **settings)
-    manager, infos = discovery.build(found, config, storage)
-    return manager, infos, Report(infos, manager)
+    observer = hooks._observed(found, config).named("transaction")
+    return observer.manager, list(observer.infos), observer.report
 
 
 STATE_SPEC = {"block_size": SLOTS, "shapes": ((4, 4),), "dtypes": (torch.float32,)}
@@ -149,6 +170,20 @@ def test_a_group_is_refused_by_name_and_the_other_protected(
         reach.refused_stand_in(name, infos[1].reason, [mode.value])
 
 
+def test_a_group_without_a_block_table_is_refused_alone():
+    """vLLM makes none for encoder-only attention."""
+    encoder = EncoderOnlyAttentionSpec(
+        block_size=SLOTS, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32
+    )
+    found = runner({"a": layer()}, (encoder, {"b": layer()}))
+    found.input_batch.block_table.pop()
+
+    _, infos, _ = build(found)
+
+    assert [info.resolved for info in infos] == ["cow", "off"]
+    assert "has a EncoderOnlyAttentionSpec, which drafts never" in infos[1].reason
+
+
 def test_state_with_a_copy_for_each_draft_is_native():
     """It needs no protection; also with STRICT that is no refusal."""
     state = (ENOUGH, STATE)
@@ -170,8 +205,9 @@ def test_everything_that_outlives_a_step_is_in_the_reserved_memory(on_reject):
     """vLLM's sleep mode unmaps later allocations."""
     found = runner({"a": layer(), "b": layer()}, {"c": layer()})
     config = NworConfig(mode=Mode.COW, on_reject=on_reject)
-    storage = discovery.reserve(found, config)
-    manager, _ = discovery.build(found, config, storage)
+    storage = hooks.reserve(found, config, transaction)
+    found.nwor_storages = {"transaction": storage}
+    manager = hooks._observed(found, config).named("transaction").manager
 
     assert manager.capacity == NUM_SEQS * NUM_DRAFTS
     rows = [manager.capacity, 1] if on_reject is OnReject.POISON else [manager.capacity]
@@ -210,7 +246,7 @@ def test_nothing_is_allocated_in_a_pool_that_sleeps():
     found = runner({"a": layer()}, device=torch.device("meta"))
     found.vllm_config.model_config.enable_sleep_mode = True
 
-    manager, infos, _ = build(found, storage=None)
+    manager, infos, _ = build(found)
 
     assert manager is None
     assert "no memory was reserved, and sleep mode" in infos[0].reason
@@ -228,8 +264,8 @@ NO_MEMORY = "no memory for the undo log of 32 drafts: x"
             "hooks.layers._target_layers_of",
             "its layers could not be examined: OSError: x",
         ),
-        *(("layer_tables.DeviceMemory.take", text) for text in (NO_LOG, NO_MEMORY)),
-        ("hooks.discovery.config_refusal", "vLLM is not as expected: OSError: x"),
+        *(("layout.tables.DeviceMemory.take", text) for text in (NO_LOG, NO_MEMORY)),
+        ("hooks.caches.config_refusal", "vLLM is not as expected: OSError: x"),
     ],
 )
 def test_an_unexpected_error_is_a_refusal(place, text, monkeypatch):
@@ -265,7 +301,6 @@ def test_a_runner_without_groups_is_a_refusal():
 
 def test_a_kind_of_cache_that_vllm_no_longer_has_is_a_refusal(monkeypatch):
     monkeypatch.delattr(kv_cache_interface, "MambaSpec")
-    importlib.reload(discovery)
     manager, infos, _ = build(runner({"a": layer()}))
     assert manager is None
     ((_, _, resolved, reason),) = infos
@@ -280,7 +315,7 @@ def test_out_of_memory_while_reserving_reserves_nothing(monkeypatch):
     found = runner({"a": layer()})
     monkeypatch.setattr(torch, "empty", no_memory)
 
-    assert discovery.reserve(found, NworConfig(mode=Mode.COW)) is None
+    assert hooks.reserve(found, NworConfig(mode=Mode.COW), transaction) is None
 
 
 def test_the_counter_ring_has_a_slot_for_each_step_in_flight():
@@ -302,9 +337,7 @@ RESERVED = {0: REGION}
 def staged_runner(*groups, reserved=RESERVED, entry_tokens=SLOTS):
     """A V1 runner in mode stage. reserved: the engine core's shadow regions."""
     groups = groups or ({"a": layer()},)
-    table = SimpleNamespace(block_size=entry_tokens)
-    tables = SimpleNamespace(block_table=[table] * len(groups))
-    found = runner(*groups, input_batch=tables)
+    found = runner(*groups, entry_tokens=entry_tokens)
     if reserved is not None:
         found.kv_cache_config.nwor_shadow = reserved
     return found
@@ -314,7 +347,11 @@ def staged_runner_v2(*backends, drafter=(), kernel_block_size=None, **tables):
     """A V2 runner. drafter: names of its drafter's layers."""
     found = staged_runner({"a": layer(), **dict.fromkeys(drafter, layer())})
     del found.input_batch
-    found.block_tables = SimpleNamespace(**(tables or {"block_sizes": [SLOTS]}))
+    tables = tables or {"block_sizes": [SLOTS]}
+    input_block_tables = [torch.zeros(8, 9, dtype=torch.int32)]
+    found.block_tables = SimpleNamespace(
+        input_block_tables=input_block_tables, **tables
+    )
     found.speculator = SimpleNamespace(draft_attn_layer_names=set(drafter))
     attention = {"kernel_block_size": kernel_block_size}
     found.attn_groups = [
@@ -474,7 +511,7 @@ def test_the_reserved_memory_is_enough_for_shadow_blocks(
     found.vllm_config.speculative_config.num_speculative_tokens = num_drafts
     found.vllm_config.scheduler_config.max_num_seqs = num_seqs
     found.vllm_config.scheduler_config.max_num_batched_tokens = 4096
-    storage = discovery.reserve(found, NworConfig(mode=Mode.STAGE))
+    storage = hooks.reserve(found, NworConfig(mode=Mode.STAGE), transaction)
     staged = StagedGroup(region, entry_tokens)
 
     manager = DraftCommitManager(

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vllm_nwor.hooks import layers
 from vllm_nwor.layout.kv_layout import LayoutRefused
 from vllm_nwor.layout.probe import probe_layout
 
@@ -66,7 +67,7 @@ def probe(write, kv_cache):
     """write: one of the functions above, or an implementation."""
     impl = Impl(write) if callable(write) else write
     layer = SimpleNamespace(impl=impl, num_kv_heads=HEADS, head_size=DIM)
-    return probe_layout(layer, kv_cache, kv_cache.dtype)
+    return probe_layout(kv_cache, layers._writer(layer, kv_cache.dtype))
 
 
 def nhd_cache():

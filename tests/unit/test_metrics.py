@@ -25,11 +25,15 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 import vllm_nwor.metrics as metrics
 from vllm_nwor import commits
-from vllm_nwor.base.wrap import HostMismatch
-from vllm_nwor.hooks import info, stats
+from vllm_nwor.base import errors
+from vllm_nwor.base.payload import StepPayload
+from vllm_nwor.base.wrap import HostMismatch, extend
+from vllm_nwor.hooks import front_end, info, outputs
+from vllm_nwor.hooks import scheduler as scheduler_hooks
 from vllm_nwor.hooks.ledger import LOGGERS, SCHEDULER
+from vllm_nwor.hooks.runner import RunnerState
 from vllm_nwor.metrics import COUNTERS, FALLBACKS, SERIES, GroupInfo, NworPrometheus
-from vllm_nwor.report import StepPayload
+from vllm_nwor.step import Observer
 
 BONUS = 7
 COUNTED = ("counted", "stops")
@@ -44,7 +48,7 @@ def _fresh(monkeypatch):
     for name in ("STRICT", "EMIT_METRICS", "AUDIT"):
         monkeypatch.delenv(f"VLLM_NWOR_{name}", raising=False)
     monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
-    monkeypatch.setattr(metrics, "_logged", set())
+    monkeypatch.setattr(errors, "_logged", set())
     monkeypatch.setattr(metrics, "_info", {})
     # The stand-ins are hooked in place of vLLM's classes.
     monkeypatch.setattr("vllm_nwor.base.wrap._hooks", [])
@@ -61,12 +65,12 @@ def test_counters_are_attached_to_the_output_and_read_with_it(name, caplog):
     output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
     result = SimpleNamespace(**{name: output}) if name else output
     for take_payload, num_logged in ((lambda: None, 0), (lambda: 1 // 0, 1)):
-        stats.attach(result, take_payload)
+        outputs.attach(result, [take_payload])
         assert "nwor_stats" not in vars(output)
         text = f"no statistics on a runner's output: {type(result).__name__}"
         assert caplog.text.count(text) == num_logged
 
-    stats.attach(result, lambda: StepPayload((before, after)))
+    outputs.attach(result, [lambda: StepPayload((before, after))])
     memory[:] = array.array("q", range(10, 100, 10))
 
     risen = (10, 19, 28, 37, 46, 55, 64, 73, 82)
@@ -78,7 +82,8 @@ def test_counters_are_attached_to_the_output_and_read_with_it(name, caplog):
     "result", [EMPTY, SimpleNamespace(model_runner_output=EMPTY), None, 3]
 )
 def test_vllms_shared_empty_output_is_never_changed(result):
-    stats.attach(result, lambda: pytest.fail("the payload was taken, and is lost"))
+    lost = "the payload was taken, and is lost"
+    outputs.attach(result, [lambda: pytest.fail(lost)])
     assert not hasattr(EMPTY, "nwor_stats")
 
 
@@ -175,7 +180,7 @@ def hooked(name, cls):
     module = ModuleType(name)
     hosted = type(cls.__name__, (cls,), {})
     setattr(module, cls.__name__, hosted)
-    stats.install(module)
+    {SCHEDULER: scheduler_hooks, LOGGERS: front_end}[name].install(module)
     return hosted
 
 
@@ -252,7 +257,7 @@ def test_each_failed_identity_is_counted_as_a_breach(step, found, kinds, method)
     """Trimmed drafts are no breach if the speculative method trims."""
     report = run(hooked_scheduler(method=method), step, (found,))
 
-    assert metrics._logged == {f"breach of the {kind} identity" for kind in kinds}
+    assert errors._logged == {f"breach of the {kind} identity" for kind in kinds}
     assert report["breaches"] == (2 if kinds == ["worker"] else len(kinds))
     # Surplus drafts count as dropped.
     drafts, accepted = step.counted
@@ -282,7 +287,7 @@ def test_a_failure_in_on_commit_loses_no_counters(part, monkeypatch):
     if part == "publish":  # after the report was sent: counted in the next one
         scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=())
         scheduler.kv_cache_manager = Mock()
-        monkeypatch.setattr(commits, "pending", lambda *_: [None])
+        monkeypatch.setattr(scheduler_hooks, "pending", lambda *_: [None])
         num_breaches = 0, 1
 
     for num in num_breaches:
@@ -322,7 +327,7 @@ def test_a_failure_in_the_scheduler_hook_is_a_breach_and_loses_no_output(
 
     assert report["breaches"] == 1
     assert report["windows_stage"] + report["windows_cow"] == num_windows
-    assert metrics._logged == {"breach of the report identity"}
+    assert errors._logged == {"breach of the report identity"}
     assert len([r for r in caplog.records if "breach" in r.message]) == 1
     monkeypatch.setenv("VLLM_NWOR_STRICT", "always")
     with pytest.raises((AttributeError, TypeError, ValueError)):
@@ -443,7 +448,7 @@ def test_a_front_end_without_nwor_skips_the_report_field():
     # Makes a decoder before the field is added, as an engine without NWOR does.
     decode(encode(extended(2, [3])), type=extended)
     for cls in (extended, SchedulerStats) * 2:
-        stats.extend(cls, "here", "nwor_report")
+        extend(cls, "here", "nwor_report")
     for report in (None, {"counts": [1, 2], "fallbacks": {"stale_log": 3}}):
         sent = extended(2, [3])
         if report:
@@ -453,7 +458,7 @@ def test_a_front_end_without_nwor_skips_the_report_field():
     dataclasses.replace(extended(2, [3]))
     assert SchedulerStats(3).nwor_report is None
     with pytest.raises(HostMismatch, match="SchedulerStats is not a dataclass"):
-        stats.extend(None, "vllm.v1.metrics.stats.SchedulerStats", "nwor_report")
+        extend(None, "vllm.v1.metrics.stats.SchedulerStats", "nwor_report")
 
 
 class FrontEnd:
@@ -528,7 +533,7 @@ def test_a_report_is_counted_for_its_engine(audit, monkeypatch):
     assert front.value("fallbacks_total", 1, reason="over_capacity") == 6
     assert front.value("audit_steps_total", 1) == (14 if audit == "log" else None)
     front.record(9, windows_cow=1)
-    assert metrics._logged == {"a report was lost"}
+    assert errors._logged == {"a report was lost"}
     monkeypatch.setenv("VLLM_NWOR_STRICT", "always")
     with pytest.raises(KeyError):
         front.record(9, windows_cow=1)
@@ -606,7 +611,8 @@ def test_info_rows_travel_with_the_engines_ready_message(monkeypatch):
     for _ in range(2):
         info._extend_response(ready)
     bare = msgspec.msgpack.encode({"max_model_len": 3})
-    runner = SimpleNamespace(nwor_state=SimpleNamespace(infos=INFO))
+    state = RunnerState([Observer("audit"), Observer("transaction", infos=INFO)])
+    runner = SimpleNamespace(nwor_state=state)
     workers = [SimpleNamespace(model_runner=of) for of in (runner, SimpleNamespace())]
     rpc = SimpleNamespace(collective_rpc=lambda method: list(map(method, workers)))
     core = SimpleNamespace(model_executor=rpc, engine_index=1)

@@ -14,8 +14,7 @@ import pytest
 import yaml
 
 from tests.helpers import monitoring
-from vllm_nwor.audit.stats import COUNTERS as AUDIT_COUNTERS
-from vllm_nwor.metrics import COUNTERS
+from vllm_nwor.metrics import AUDIT_COUNTERS, COUNTERS
 
 ROOT = Path(__file__).resolve().parents[2]
 MONITORING = ROOT / "tools" / "monitoring"

@@ -3,6 +3,8 @@
 tests/e2e/test_off_is_vanilla.py; other signatures: tests/e2e/test_fault_points.py."""
 
 import contextlib
+import importlib
+import inspect
 import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
@@ -16,6 +18,7 @@ from tests.helpers.environment import subprocess_env
 from tests.helpers.logs import nwor_log
 from vllm_nwor import plugin
 from vllm_nwor.config import ENV_NAMES, NworConfigError
+from vllm_nwor.hooks.runner import Builder
 
 
 @pytest.fixture
@@ -134,7 +137,7 @@ def test_a_fork_hooks_a_module_at_its_end(pending, monkeypatch):
             for name in names:
                 plugin.hook_module(name)
             assert len(lines) == (mode == "cow")
-    assert hooked == [(SCHEDULER, ".hooks.stats"), (CORE, ".hooks.engine_core")]
+    assert hooked == [(SCHEDULER, ".hooks.scheduler"), (CORE, ".hooks.info")]
     assert pending == []
 
 
@@ -177,7 +180,56 @@ def test_an_unexpected_error_of_a_hook_module_is_a_refusal(strict, monkeypatch):
         nwor_log() as lines,
         pytest.raises(ImportError) if strict else contextlib.nullcontext(),
     ):
-        plugin._guarded(".hooks.stats")(ModuleType(SCHEDULER))
+        plugin._guarded(".hooks.scheduler")(ModuleType(SCHEDULER))
     said = f"ERROR NWOR is off for {SCHEDULER}: "
     said += "import of vllm.v1.metrics.stats halted; None in sys.modules"
     assert lines == ([] if strict else [said])
+
+
+@pytest.mark.parametrize("table", [plugin.HOOKS, plugin.AUDIT_HOOKS])
+def test_each_hook_that_the_plugin_names_can_be_installed(table):
+    """The names are strings, which no linter follows."""
+    for module, hook in table.items():
+        assert importlib.util.find_spec(module), module
+        parameters = inspect.signature(part(hook).install).parameters
+        is_runner = hook.startswith(".hooks.runner")
+        assert list(parameters) == ["module", "builders"][: 1 + is_runner], hook
+
+
+@pytest.mark.parametrize("name", plugin.BUILDERS)
+def test_each_builder_that_the_plugin_names_is_one(name):
+    builder = part(name)
+
+    assert builder.NAME in ("audit", "transaction")
+    for method in (m for m in vars(Builder) if not m.startswith("_")):
+        expected = inspect.signature(getattr(Builder, method)).parameters
+        found = inspect.signature(getattr(builder, method)).parameters
+        assert ["self", *found] == list(expected), method
+
+
+def part(name):
+    """A module that plugin.py names."""
+    return importlib.import_module(name, "vllm_nwor")
+
+
+def test_the_package_imports_no_torch_and_gives_out_what_it_promises():
+    """Other plugins import it in processes that need no torch."""
+    code = """
+import sys, vllm_nwor
+assert not {"torch", "vllm"} & set(sys.modules), "imported with the package"
+assert vllm_nwor.Commit.__module__ == "vllm_nwor.commits"
+assert not {"torch", "vllm"} & set(sys.modules), "imported with Commit"
+import vllm.v1.nwor
+from vllm.v1.nwor import DraftCommitManager
+assert DraftCommitManager.__module__ == "vllm_nwor.transaction.draft_manager"
+assert "torch" in sys.modules
+for name in vllm_nwor.__all__:
+    getattr(vllm_nwor, name)
+"""
+    code = f"import vllm_nwor.plugin as p; p._Alias.install()\n{code}"
+    subprocess.run(
+        [sys.executable, "-P", "-W", "ignore", "-c", code],
+        env=subprocess_env(),
+        check=True,
+        timeout=300,
+    )

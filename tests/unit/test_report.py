@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report, and the hooks around a step of the V2 runner: each step has its own counts,
-and block tables are restored, also if steps fail."""
+"""Report, and the hooks around a step: each step has its own counts, block tables are
+restored, also if steps fail, and observers are called in order."""
 
 import pickle
 from collections import deque
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
@@ -19,14 +20,18 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.unit.test_draft_manager import BLOCKS, ROW_BYTES, SLOTS, TABLE, World, int32
 from vllm_nwor import ops
-from vllm_nwor.config import Mode, Strict
+from vllm_nwor.base.errors import NworError
+from vllm_nwor.base.payload import NOTHING
+from vllm_nwor.config import Strict
 from vllm_nwor.hooks import runner as hooks
 from vllm_nwor.hooks import runner_v1, runner_v2
 from vllm_nwor.metrics import GroupInfo
 from vllm_nwor.ops import COUNTER_COLUMNS
-from vllm_nwor.report import MAX_UNREAD, NOTHING, Report
-from vllm_nwor.step import NumRejected
-from vllm_nwor.transaction.draft_manager import NworError, State
+from vllm_nwor.step import NumRejected, Observer, Undone
+from vllm_nwor.transaction import build
+from vllm_nwor.transaction.counters import MAX_UNREAD, Report
+from vllm_nwor.transaction.observer import Transaction
+from vllm_nwor.transaction.states import State
 
 INFOS = [GroupInfo(0, "stage", "cow", "because")]
 ZEROS = (0,) * 9
@@ -142,7 +147,7 @@ def test_each_step_has_its_own_counts_until_the_last_moment(steps, max_in_flight
         manager.config = raises if fate == "raises" else config
         with suppress(NworError):
             world.open()
-            manager.commit(NumRejected(int32(num_rejected, 1)))
+            manager.commit(world.step, NumRejected(int32(num_rejected, 1)))
             assert fate != "raises"
         if fate in ("dropped", "raises"):
             manager.start_step()
@@ -171,10 +176,11 @@ class Runner:
     """A stand-in for V2's runner, with a World's manager and step; its sampler rejects
     all drafts. CPU engines run V1."""
 
-    def __init__(self, *is_staged, num_states=2, indices=(0, 1), **world):
+    def __init__(self, *is_staged, num_states=2, indices=(0, 1), emits=True, **world):
         self.world = World(*is_staged, num_states=num_states, **world)
         self.manager, step = self.world.manager, self.world.step
-        self.nwor_state = hooks.RunnerState(self.manager, [])
+        self.transaction = Transaction(self.manager, [], emits)
+        self.nwor_state = hooks.RunnerState([self.transaction])
         self.req_states = SimpleNamespace(req_id_to_index=dict(enumerate(indices)))
         self.tables, self.slots = step.block_tables, torch.stack(step.slot_mappings)
         self.batch = SimpleNamespace(
@@ -185,6 +191,11 @@ class Runner:
             seq_lens=step.seq_lens,
             idx_mapping=torch.tensor(indices),
             idx_mapping_np=numpy.array(indices),
+            num_reqs=step.num_reqs,
+            num_tokens=step.num_tokens,
+            req_ids=step.request_ids,
+            input_ids=None,
+            positions=None,
         )
 
     def look(self, gid=0):
@@ -230,8 +241,8 @@ STAGED = (*COUNTS[:4], 2, 0, 0)
 def test_a_step_is_committed_and_its_output_carries_the_counts(is_staged):
     """Stage patches the tables before attention metadata is built."""
     runner = Runner(is_staged)
-    if is_staged:
-        runner.manager.begin = None  # not called if all is staged
+    if is_staged:  # before_forward is not called if all is staged
+        runner.nwor_state.before_forward = (pytest.fail,)
     for _ in range(2):
         runner.execute(runner.prepare)
         assert runner.look() == (SHADOW if is_staged else REAL)
@@ -239,9 +250,10 @@ def test_a_step_is_committed_and_its_output_carries_the_counts(is_staged):
         ((counts,), _) = runner.sample_tokens(runner.sample)
         assert runner.look() == REAL
         assert counts[:7] == (STAGED if is_staged else COUNTS[:7])
-    runner.nwor_state.emits = False
+    runner.world.check(State.IDLE)
+    runner = Runner(is_staged, emits=False)
     assert runner.step() is None
-    assert runner.manager.counters[0, 1] == 9
+    assert runner.manager.counters[0, 1] == 3
     runner.world.check(State.IDLE)
 
 
@@ -279,86 +291,214 @@ def test_the_undo_log_does_not_read_the_scheduler_output():
     assert hooks.execute_model(lambda _: "output", runner, (object(),), {}) == "output"
 
 
+class RunnerV1:
+    """The attributes that V1's hooks of a step read."""
+
+    def __init__(self, observers, drafts=(2, 1)):
+        def gpu(array):
+            return SimpleNamespace(gpu=array, np=numpy.arange(len(drafts) + 1))
+
+        self.nwor_state = hooks.RunnerState(observers)
+        table = SimpleNamespace(slot_mapping=gpu(None), block_table=gpu(None))
+        self.input_batch = SimpleNamespace(
+            block_table=SimpleNamespace(block_tables=[table]),
+            num_reqs=len(drafts),
+            req_ids=[str(row) for row in range(len(drafts))],
+            vocab_size=9,
+        )
+        self.query_start_loc = self.input_ids = gpu(None)
+        self.seq_lens = self.positions = None
+        self.metadata = SimpleNamespace(
+            num_draft_tokens=drafts, logits_indices=None, cu_num_sampled_tokens=None
+        )
+
+
 class Looking:
-    """An audit that records block tables and slots when a hook calls it."""
+    """An observer that records block tables and slots at each moment."""
 
-    def __init__(self):
-        self.seen = []
+    def __init__(self, runner):
+        self.runner, self.seen = runner, []
+        names = (*hooks.INWARDS, *hooks.OUTWARDS)
+        calls = {name: partial(self.look, name) for name in names}
+        # One with `blocks_transferred` has vLLM's connector asked.
+        calls |= {"sampled": self.sampled, "blocks_transferred": None}
+        self.observer = Observer("audit", every_step=True, **calls)
 
-    def __getattr__(self, called):
-        def look(runner, *arguments):
-            self.seen.append((called, runner.look(), runner.manager.state))
-            return called, *arguments
+    def look(self, name, *_):
+        self.seen.append((name, self.runner.look(), self.runner.manager.state))
 
-        return look
-
-    def resolve(self, runner, output, about, was_open):
-        self.seen.append(("resolve", runner.look(), runner.manager.state, was_open))
+    def sampled(self, step, acceptance):
+        self.look("sampled")
+        self.undone, self.acceptance = step.undone(0), acceptance
 
 
 @pytest.mark.parametrize("num_drafts", [3, 0])
-def test_the_audit_plans_before_stage_and_resolves_after_commit(
+def test_the_audit_sees_tables_before_shadow_blocks_and_the_cache_after_commit(
     num_drafts,
 ):
+    """The step says what the transaction undid in it."""
     runner = Runner(True)
     runner.batch.num_draft_tokens = num_drafts
-    runner.nwor_state.audit = audit = Looking()
+    audit = Looking(runner)
+    runner.nwor_state = hooks.RunnerState([audit.observer, runner.transaction])
 
     runner.execute(runner.prepare)
-    payload, (attached, _) = runner.sample_tokens(runner.sample)
+    payload, _ = runner.sample_tokens(runner.sample)
 
     idle = REAL, State.IDLE
-    resolved = "resolve", *idle, num_drafts > 0
-    others = [(called, *idle) for called in ("begin_step", "plan", "attach")]
-    assert audit.seen == [*others[:2], resolved, others[2]]
-    assert attached == "attach"
+    # before_forward is not called if all drafts are in shadow blocks.
+    before = [] if num_drafts else ["before_forward"]
+    names = "step_started", "tables_final", *before, "sampled", "payload"
+    assert audit.seen == [(name, *idle) for name in (*names, "output_ready")]
+    assert (audit.acceptance is None) is (num_drafts == 0)
+    assert audit.undone.is_undone is (num_drafts > 0)
+    assert num_drafts or audit.undone == Undone()
     assert (payload is not None) is (num_drafts > 0)
 
 
-class Vanishing:
-    """A runner's state whose audit is gone at the second read, as after a failure on
-    the thread that reads outputs."""
-
-    def __init__(self, state):
-        self.state, self.calls = state, 0
-
-    def __getattr__(self, name):
-        return getattr(self.state, name)
-
-    @property
-    def audit(self):
-        self.calls += 1
-        return Mock() if self.calls % 2 else None
-
-
-def hooks_of_a_step(is_v2):
-    """Each as a function of a runner."""
-    batch = SimpleNamespace(num_draft_tokens=0)
-    late = None, batch, None
-    step = [
-        lambda runner: hooks.execute_model(Mock(), runner, (Mock(),), {}),
-        lambda runner: hooks.sample_tokens(Mock(), runner, (), {}),
-    ]
+def hooks_of_a_step(is_v2, num_drafts):
+    """A runner without observers, and its hooks in vLLM's order, as functions without
+    arguments."""
+    args = SimpleNamespace(kv_connector_metadata=None)
+    output = SimpleNamespace(req_ids=["a"])
     if is_v2:
-        prepare, sample = runner_v2._prepare_attn, runner_v2._sample
-        two = Mock(return_value=(None, None))
-        step.append(lambda runner: prepare(two, runner, (batch,), {}))
-        step.append(lambda runner: sample(Mock(), runner, late, {}))
-    else:
-        step += [
-            lambda runner: runner_v1._calc_spec_decode_metadata(Mock(), runner, (), {}),
-            lambda runner: runner_v1._model_forward(Mock(), runner, (), {}),
-            lambda runner: runner_v1._sample(Mock(), runner, (None, None), {}),
+        runner = Runner(False)
+        runner.batch.num_draft_tokens = num_drafts
+        prepared = tuple(runner.tables), runner.slots
+        late = None, runner.batch, None
+        found = None, None, int32(2, 1)
+        inner = [
+            (runner_v2._prepare_attn, lambda _: prepared, (runner.batch,)),
+            (runner_v2._sample, lambda *_: found, late),
         ]
-    return step
+    else:
+        runner = RunnerV1([], [num_drafts])
+        sampled = SimpleNamespace(sampled_token_ids=None)
+        drafts = runner.metadata if num_drafts else None
+        inner = [
+            (runner_v1._calc_spec_decode_metadata, lambda: drafts, ()),
+            (runner_v1._model_forward, lambda: None, ()),
+            (runner_v1._sample, lambda *_: sampled, (None, drafts)),
+        ][0 if num_drafts else 1 :]  # without drafts vLLM has no such metadata
+    outer = [
+        (hooks.execute_model, lambda _: None, (args,)),
+        (hooks.sample_tokens, lambda: output, ()),
+    ]
+    order = [outer[0], *inner, outer[1]]
+    return runner, [
+        lambda hook=hook, wrapped=wrapped, args=args: hook(wrapped, runner, args, {})
+        for hook, wrapped, args in order
+    ]
+
+
+def named(name, calls, every_step=True):
+    """An observer that adds its name and each moment to `calls`."""
+
+    def note(moment):
+        return lambda *_: calls.append((name, moment))
+
+    moments = {*hooks.INWARDS, *hooks.OUTWARDS} - {"blocks_transferred"}
+    notes = {moment: note(moment) for moment in moments}
+    return Observer(name, every_step, **notes)
+
+
+OF_A_STEP = (
+    *("step_started", "tables_final", "before_forward"),
+    *("sampled", "payload", "output_ready"),
+)
 
 
 @pytest.mark.parametrize("is_v2", [False, True])
-def test_an_audit_that_another_thread_ends_during_a_hook_fails_no_step(is_v2):
-    state = hooks.RunnerState(None, [], emits=False)
-    for hook in hooks_of_a_step(is_v2):
-        hook(SimpleNamespace(nwor_state=(vanishing := Vanishing(state))))
-        assert vanishing.calls == 1
+@pytest.mark.parametrize("num_drafts", [3, 0])
+def test_observers_are_called_inwards_up_to_the_forward_and_outwards_after_it(
+    is_v2, num_drafts
+):
+    """Without `every_step`, a step without drafts has only its start and its output."""
+    runner, step = hooks_of_a_step(is_v2, num_drafts)
+    for every_step in (True, False):
+        calls = []
+        names = "outer", "middle", "inner"
+        observers = [named(name, calls, every_step) for name in names]
+        runner.nwor_state = hooks.RunnerState(observers)
+
+        for hook in step:
+            hook()
+
+        is_built = every_step or num_drafts
+        built = () if is_built else ("tables_final", "before_forward", "sampled")
+        assert calls == [
+            (name, moment)
+            for moment in OF_A_STEP
+            if moment not in built
+            for name in (names if moment in hooks.INWARDS else names[::-1])
+        ]
+        assert runner.nwor_state.step is None
+
+
+@pytest.mark.parametrize("is_v2", [False, True])
+def test_drafts_without_a_step_and_failed_steps_are_reported_outwards(is_v2):
+    runner, (*_, sample, _) = hooks_of_a_step(is_v2, 3)
+    names, calls = ("outer", "inner"), []
+    runner.nwor_state = hooks.RunnerState([named(name, calls) for name in names])
+
+    sample()
+    assert calls == [("inner", "drafts_missed"), ("outer", "drafts_missed")]
+    for hook in (hooks.execute_model, hooks.sample_tokens):
+        calls.clear()
+        with pytest.raises(ZeroDivisionError):
+            hook(lambda *_: 1 // 0, runner, (object(),), {})
+        assert calls[-2:] == [("inner", "step_failed"), ("outer", "step_failed")]
+
+
+@pytest.mark.parametrize("is_v2", [False, True])
+@pytest.mark.parametrize("moment", OF_A_STEP)
+def test_an_observer_that_ends_during_a_hook_fails_no_step_and_ends_no_other(
+    is_v2, moment
+):
+    """The thread that reads outputs may end the audit at any moment."""
+    runner, step = hooks_of_a_step(is_v2, 3)
+    calls = []
+    audit, other = named("audit", calls), named("other", calls)
+
+    def end(*_):
+        for _ in range(2):
+            audit.leave()
+
+    setattr(audit, moment, end)
+    runner.nwor_state = state = hooks.RunnerState([audit, other])
+
+    for hook in step:
+        hook()
+
+    assert [name for who, name in calls if who == "other"] == [*OF_A_STEP]
+    end = OF_A_STEP.index(moment)
+    assert [name for who, name in calls if who == "audit"] == [*OF_A_STEP[:end]]
+    assert (state.observers, state.removed) == ((other,), [audit])
+
+
+class Vanishing:
+    """A runner's state whose observers are gone at the second read."""
+
+    step = held = None
+    every_step = True
+
+    def __init__(self):
+        self.calls = 0
+
+    def __getattr__(self, moment):
+        if moment == "blocks_transferred":
+            return ()
+        self.calls += 1
+        return (Mock(),) if self.calls % 2 else ()
+
+
+@pytest.mark.parametrize("is_v2", [False, True])
+def test_observers_that_another_thread_ends_during_a_hook_fail_no_step(is_v2):
+    runner, step = hooks_of_a_step(is_v2, 3)
+    for hook in step:
+        runner.nwor_state = vanishing = Vanishing()
+        hook()
+        assert vanishing.calls >= 1
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
@@ -406,7 +546,7 @@ def test_v2_requests_without_a_seat_are_logged_in_the_same_step(
     runner = Runner(True, num_states=num_states, indices=indices)
     if others:
         live = {f"other {index}": index for index in others}
-        assert not runner.nwor_state.seats.lack(numpy.array(others), live)
+        assert not runner.manager.shadow.seats.lack(numpy.array(others), live)
         runner.req_states.req_id_to_index |= live
     runner.execute(runner.prepare)
     assert (runner.tables[0][0, 1], runner.tables[0][1, 0]) == entries
@@ -433,24 +573,16 @@ def test_v2_requests_without_a_seat_are_logged_in_the_same_step(
 )
 def test_v1_seats_the_first_rows_of_the_batch(num_seats, drafts, lacks):
     """Rows without drafts need no seat."""
-    seen, gpu = [], SimpleNamespace(gpu=None)
-    manager = SimpleNamespace(shadow=SimpleNamespace(num_seats=num_seats))
-    manager.stage = seen.append
-    table = SimpleNamespace(slot_mapping=gpu, block_table=gpu)
-    runner = SimpleNamespace(
-        nwor_state=SimpleNamespace(manager=manager, audit=None),
-        input_batch=SimpleNamespace(block_table=SimpleNamespace(block_tables=[table])),
-        query_start_loc=gpu,
-        seq_lens=None,
-    )
-    metadata = SimpleNamespace(
-        num_draft_tokens=drafts, logits_indices=None, cu_num_sampled_tokens=None
-    )
+    manager = World(True, num_seats=num_seats, num_states=0).manager
+    runner = RunnerV1([Transaction(manager, [])], drafts)
 
-    runner_v1._calc_spec_decode_metadata(lambda: metadata, runner, (), {})
+    with patch.object(manager.shadow, "begins", []):
+        runner_v1._calc_spec_decode_metadata(lambda: runner.metadata, runner, (), {})
 
-    assert [(it.num_drafts, it.lacks_seats) for it in seen] == [(sum(drafts), lacks)]
-    assert runner.nwor_state.windows is seen[0]  # to be logged
+    step = runner.nwor_state.step
+    assert (step.num_drafts, step.drafts_of_requests) == (sum(drafts), drafts)
+    assert step.awaits_forward is lacks  # to be logged
+    assert manager.state is State.STAGED
 
 
 class Stopped(BaseException):
@@ -543,8 +675,10 @@ def test_a_step_in_which_a_request_begins_with_drafts_invalidates_seats(keeps, w
     assert runner.manager.shadow.step == before + (1 if keeps else 2)
 
 
-def test_a_runner_without_groups_reports_its_refusal():
+def test_a_runner_without_groups_reports_its_refusal(monkeypatch):
+    monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
+    monkeypatch.setattr(hooks, "_builders", [build])
     output = SimpleNamespace(req_ids=["a"])
-    arguments = Mode.COW, "why", lambda: output, SimpleNamespace(), (), {}
+    arguments = "why", lambda: output, SimpleNamespace(), (), {}
     assert hooks._sample_tokens_refused(*arguments) is output
     assert output.nwor_stats.read() == (ZEROS, {}, [(0, "cow", "off", "why")])

@@ -20,7 +20,7 @@ from tests.helpers.logs import nwor_log
 from vllm_nwor.config import Mode, NworConfig
 from vllm_nwor.hooks import engine_core
 from vllm_nwor.hooks.engine_core import VERDICT, LayerVerdict
-from vllm_nwor.transaction.shadow_blocks import ShadowRegion
+from vllm_nwor.layout.regions import ShadowRegion
 
 NUM_DRAFTS, NUM_SEQS, MAX_MODEL_LEN = 4, 8, 256
 NUM_BLOCKS, BLOCK = 1000, 16
@@ -46,7 +46,9 @@ def vllm_config(**changes):
             use_eagle=lambda: False,
             uses_draft_model=lambda: False,
         ),
-        parallel_config=space(**{f"{kind}_parallel_size": 1 for kind in kinds}),
+        parallel_config=space(
+            **{f"{kind}_parallel_size": 1 for kind in kinds}, rank=0, world_size=1
+        ),
         kv_transfer_config=None,
         model_config=space(
             dtype=torch.float32,
@@ -58,7 +60,11 @@ def vllm_config(**changes):
             max_num_batched_tokens=512,
             max_num_encoder_input_tokens=MAX_MODEL_LEN,
         ),
-        cache_config=space(mamba_cache_mode="none"),
+        cache_config=space(
+            mamba_cache_mode="none",
+            kv_cache_memory_bytes=None,
+            num_gpu_blocks_override=None,
+        ),
         max_in_flight_tokens=64,
     )
     for name, value in changes.items():

@@ -137,10 +137,13 @@ def _group(
         window = getattr(spec, "sliding_window", None) or 0
         if getattr(spec, "attention_chunk_size", None):
             window = 1  # what is behind the last block may be gone
-    if is_v2(runner):
-        table = runner.block_tables.input_block_tables[gid]
-    else:
-        table = runner.input_batch.block_table[gid].block_table.gpu
+    tokens = num_entries = 0
+    if layers:  # a group without any may have no block table
+        if is_v2(runner):
+            table = runner.block_tables.input_block_tables[gid]
+        else:
+            table = runner.input_batch.block_table[gid].block_table.gpu
+        tokens, num_entries = entry_tokens(runner, gid), table.shape[1]
     return GroupCaches(
         group_id=gid,
         layers=layers,
@@ -148,8 +151,8 @@ def _group(
         kept_by_vllm=KEPT_BY_VLLM if _has_state_of_each_draft(runner, group) else "",
         staged=staged,
         block_size=spec.block_size,
-        entry_tokens=entry_tokens(runner, gid),
-        num_entries=table.shape[1],
+        entry_tokens=tokens,
+        num_entries=num_entries,
         window=window,
     )
 

@@ -94,7 +94,8 @@ class GroupCaches:
     refusal: why they are not understood. kept_by_vllm: why vLLM itself keeps what
     rejected drafts would overwrite. staged: its shadow blocks, or why it has none.
     block_size: tokens a block, as the scheduler counts. entry_tokens: tokens for which
-    an entry of the block table stands. num_entries: width of the block table.
+    an entry of the block table stands. num_entries: width of the block table. Both are
+    0 without layers.
     window: positions behind a request's end that are still its own; 0: all.
     """
 
