@@ -23,7 +23,7 @@ from tests.helpers.host_offloading import CONNECTOR, HostSpec, HostWorker
 from tests.helpers.offloading_fault import final_slots
 from tests.integration.test_audit import found
 from tests.integration.test_byte_oracle import EVERYTHING, prompt
-from vllm_nwor.audit import offloading
+from vllm_nwor.hooks import connectors
 
 # Prompt and answer fill two blocks; the last slot is the final token's.
 FIRST = [
@@ -60,7 +60,7 @@ def untold() -> Iterator[None]:
     """The audit knows nothing of the connector but what the scheduler does: how much of
     what a request found was not in the cache."""
     nothing: Any = {"is_hooked": lambda: False, "watch": lambda runner: None}
-    with mock.patch.multiple(offloading, **nothing):
+    with mock.patch.multiple(connectors, **nothing):
         yield
 
 
@@ -263,7 +263,7 @@ def test_blocks_have_places_in_chunks(spec: Any, is_known: bool) -> None:
     )
     chunks = SimpleNamespace(block_ids=[7, 2, 9])
     config: Any = SimpleNamespace(kv_cache_groups=[None] * 3)
-    read = partial(offloading.read, config, connector)
+    read = partial(connectors.read, config, connector)
     places = [[31, 8, 9], [], [36]] if is_known else None
     assert read(blocks, chunks) == ([[11, 12, 13], [], [14]], places)
     # vLLM 0.32 and later leave groups out; before, a transfer is of all.
