@@ -131,13 +131,14 @@ class GpuTestExtension(OracleExtension):
 
     def test_audit(self) -> dict[str, Any]:
         """The audit's findings so far, and how much it compared."""
-        observer = observer_of(self.model_runner, "audit")
-        groups = observer.audit.groups
+        state = self.model_runner.nwor_audit
+        groups = state.audit.groups
         return {
-            "findings": [asdict(finding) for finding in observer.findings.last],
-            "totals": dict(observer.audit.totals()),
-            "bytes": observer.audit.num_bytes,
-            "is_reserved": observer.storage is not None,
+            "findings": [asdict(finding) for finding in state.findings.last],
+            "totals": dict(state.audit.totals()),
+            "bytes": state.audit.num_bytes,
+            "is_reserved": vars(self.model_runner).get("nwor_audit_storage")
+            is not None,
             "pools": [
                 pool_tag(t.data_ptr()) for g in groups for t in g.tensors.values()
             ],

@@ -18,7 +18,6 @@ from benchmarks.worker_extension import NworWorkerExtension
 
 from tests.helpers.byte_map import allocation, slot_bytes
 from tests.helpers.runner_probe import block_tables, cache_layers
-from vllm_nwor.hooks.runner import observer_of
 
 NAME = "tests.helpers.worker_probe.WorkerProbe"
 # The modules of the classes for `test_oracle`.
@@ -46,7 +45,7 @@ class OracleExtension(NworWorkerExtension):
         if rank not in (None, runner.vllm_config.parallel_config.rank):
             return None
         table = block_tables(runner)[0]
-        (group,) = observer_of(runner, "audit").audit.groups
+        (group,) = runner.nwor_audit.audit.groups
         slot = int(table[0, 0]) * group.shape.entry_tokens + 1
         name = group.layers[1].name
         layer = cache_layers(runner)[name]
@@ -66,7 +65,8 @@ class WorkerProbe(OracleExtension):
 
     def audit_totals(self) -> dict[str, int]:
         """How much this rank's audit has compared."""
-        return dict(observer_of(self.model_runner, "audit").audit.totals())
+        totals: dict[str, int] = self.model_runner.nwor_audit.audit.totals()
+        return totals
 
     def plant(self, how: str, where: str) -> None:
         """Ends the next verification step between log and commit, in the forward or the

@@ -28,7 +28,6 @@ from tests.helpers.player import counters, moved_bytes, risen
 from tests.helpers.tail_connector import Tail, TailConnector
 from tests.integration.test_byte_oracle import prompt
 from vllm_nwor import commits
-from vllm_nwor.hooks.runner import infos_of
 
 TAILS = {
     "kv_connector": "TailConnector",
@@ -80,8 +79,8 @@ def test_offloading_moves_the_same_bytes_as_plain_vllm():
         found.append((runs, both_ways, host.chunks))
         if mode == "off":
             continue
-        (info,) = infos_of(engine.runner)
-        assert info == (0, mode, mode, "4 layers, packed slots")
+        (info,) = engine.runner.nwor_state.infos
+        assert (info.resolved, info.reason) == (mode, "4 layers, packed slots")
         rise = risen(before, counters(engine))
         assert rise["nwor_breaches"] == 0 < rise["nwor_windows"]
         assert rise["nwor_tokens_staged"] == sum(run.num_drafted for run in runs)
@@ -148,10 +147,10 @@ def published_by(mode: str, truth: dict[str, list[int]]) -> list[Published]:
         changed = [row for row in rows if row >= tail.end]
         found.append(Published(result, tail, changed, num_kept))
     if mode != "off":
-        ((_, _, resolved, reason),) = infos_of(engine.runner)
-        assert resolved == "cow"
-        assert "tests.helpers.tail_connector.TailConnector may read" in reason
-        assert "allowed are vLLM's own MooncakeConnector" in reason
+        (info,) = engine.runner.nwor_state.infos
+        assert info.resolved == "cow"
+        assert "tests.helpers.tail_connector.TailConnector may read" in info.reason
+        assert "allowed are vLLM's own MooncakeConnector" in info.reason
     return found
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the audit takes a request's text to be, and which part of it to be its own."""
+"""The audit's identity of a request's text, and which part is in blocks of its own."""
 
 import ast
 import inspect
@@ -49,7 +49,7 @@ def adapter(name="acme", path="/a", number=1):
 
 # --- identity -------------------------------------------------------------------------
 
-# Each has keys and values, or a tenant, of its own: adapter and salt.
+# Adapter and salt: none of these may share blocks.
 APART = {
     "nothing": (None, None),
     "an adapter": (adapter(), None),
@@ -68,7 +68,7 @@ APART = {
 }
 
 
-def test_seeds_of_what_is_not_to_be_shared_differ():
+def test_seeds_of_requests_that_must_not_share_blocks_differ():
     seeds = {name: seed(*about) for name, about in APART.items()}
     pairs = combinations(seeds, 2)
     assert [pair for pair in pairs if len({seeds[name] for name in pair}) < 2] == []
@@ -78,12 +78,12 @@ def test_seeds_of_what_is_not_to_be_shared_differ():
 
 @pytest.mark.parametrize("salt", ["", None])
 def test_the_same_adapter_again_has_the_same_seed(salt):
-    """Its number is that of a registration; vLLM takes an empty salt for none."""
+    """The number is of a registration; an empty salt means none, as in vLLM."""
     assert seed(adapter(number=7), salt) == seed(adapter())
     assert seed(None, salt) == 0
 
 
-def test_features_are_vllms_own_hashes_and_their_places():
+def test_features_are_vllms_hashes_with_their_positions():
     found = features_of(seen(new(images=[("red", 2, 4), ("blue", 9, 1)])))
     expected = [[2, 6, hash_of("red")], [9, 10, hash_of("blue")]]
     assert (found.tolist(), found.dtype) == (expected, torch.int64)
@@ -103,13 +103,13 @@ IMAGE = ("red", 2, 4)
         {"images": [IMAGE] * (MAX_FEATURES + 1)},
     ],
 )
-def test_what_has_no_hash_makes_a_text_unknown(about):
+def test_a_feature_without_a_hash_makes_the_text_unknown(about):
     assert features_of(seen(new(**about))) is None
     assert len(features_of(seen(new(images=[IMAGE] * MAX_FEATURES)))) == MAX_FEATURES
 
 
-def test_vllm_tells_blocks_apart_by_nothing_else():
-    """The list above `hash_of` is complete as long as this is what vLLM's keys have."""
+def test_vllms_block_keys_have_no_other_parts():
+    """The list above `hash_of` is complete while this holds."""
     make = inspect.getsource(kv_cache_utils.generate_block_hash_extra_keys)
     nodes = list(ast.walk(ast.parse(make)))
     calls = [node.func for node in nodes if isinstance(node, ast.Call)]
@@ -126,7 +126,7 @@ def test_vllm_tells_blocks_apart_by_nothing_else():
 
 
 class Scheduler:
-    """Schedules one request; gives what the workers get to know of it."""
+    """Schedules one request; returns the audit's data for the workers."""
 
     finished_recving_kv_req_ids = ()
 
@@ -147,7 +147,7 @@ class Scheduler:
             ),
         )
         found = _schedule(lambda: output, self, (), {})
-        # vLLM takes them when the first token comes.
+        # vLLM removes them with the first token.
         self.request.prefill_stats = None
         return None if is_resumed else found.nwor_audit["a"]
 
@@ -155,7 +155,7 @@ class Scheduler:
         self.request.num_preemptions += 1
 
 
-def test_a_sessions_next_turn_has_all_of_its_text_in_blocks_of_its_own():
+def test_a_sessions_next_turn_has_its_text_in_its_own_blocks():
     scheduler = Scheduler()
     assert scheduler.schedule() == ("salt", 32, False)
     assert scheduler.schedule(90) == ("salt", 90, False)
@@ -163,9 +163,9 @@ def test_a_sessions_next_turn_has_all_of_its_text_in_blocks_of_its_own():
 
 
 @pytest.mark.parametrize("is_v2", [False, True])
-def test_a_session_that_was_preempted_may_have_been_loaded(is_v2):
-    """V2's runner gets a request that comes back as a new one. When its next turn comes
-    it has blocks of its own again."""
+def test_a_preempted_session_may_have_loaded_blocks(is_v2):
+    """V2's runner gets a resumed request as a new one. In the next turn it has its own
+    blocks again."""
     scheduler = Scheduler()
     scheduler.schedule()
     scheduler.preempt()
@@ -176,15 +176,15 @@ def test_a_session_that_was_preempted_may_have_been_loaded(is_v2):
     assert scheduler.schedule(60) == ("salt", None, False)
 
 
-def test_a_request_that_vllm_has_dropped_is_not_known():
+def test_a_request_that_vllm_has_dropped_is_unknown():
     scheduler = Scheduler()
     scheduler.requests = {}
     assert scheduler.schedule() == (None, None, False)
 
 
 @pytest.mark.parametrize("strict", ["0", "always"])
-def test_a_failure_in_the_scheduler_ends_no_step(strict, monkeypatch):
-    """Workers take the requests of that step for unknown ones."""
+def test_a_failure_in_the_scheduler_hook_ends_no_step(strict, monkeypatch):
+    """The requests of that step are unknown to the workers."""
     monkeypatch.setenv("VLLM_NWOR_STRICT", strict)
     monkeypatch.setattr(errors, "_logged", set())
     output = SimpleNamespace(scheduled_new_reqs=[object()], scheduled_cached_reqs=None)
