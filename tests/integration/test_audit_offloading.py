@@ -24,7 +24,7 @@ from tests.helpers.host_offloading import CONNECTOR, HostSpec, HostWorker
 from tests.helpers.offloading_fault import final_slots
 from tests.integration.test_audit import found
 from tests.integration.test_byte_oracle import EVERYTHING, prompt
-from vllm_nwor.audit import offloading
+from vllm_nwor.hooks import connectors
 
 # Prompt and answer fill two blocks; the last slot belongs to the final token.
 FIRST = [
@@ -61,7 +61,7 @@ def untold() -> Iterator[None]:
     """The audit's adapter for the connector is off: it knows only, from the scheduler,
     how much of a request's prefix was not in the cache."""
     nothing: Any = {"is_hooked": lambda: False, "watch": lambda runner: None}
-    with mock.patch.multiple(offloading, **nothing):
+    with mock.patch.multiple(connectors, **nothing):
         yield
 
 
@@ -265,7 +265,7 @@ def test_blocks_are_mapped_to_places_in_chunks(spec: Any, is_known: bool) -> Non
     )
     chunks = SimpleNamespace(block_ids=[7, 2, 9])
     config: Any = SimpleNamespace(kv_cache_groups=[None] * 3)
-    read = partial(offloading.read, config, connector)
+    read = partial(connectors.read, config, connector)
     places = [[31, 8, 9], [], [36]] if is_known else None
     assert read(blocks, chunks) == ([[11, 12, 13], [], [14]], places)
     # From vLLM 0.32 on transfers may leave groups out.

@@ -25,29 +25,33 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import Mock, patch
 
+import numpy as np
 import pytest
 import torch
 from vllm.distributed import kv_transfer
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from tests.helpers.logs import nwor_log
 from tests.kernels.conftest import DEVICES
 from tests.kernels.reference import random_bytes
 from vllm_nwor import ops
+from vllm_nwor.audit import build, state
 from vllm_nwor.audit import findings as audit_findings
-from vllm_nwor.audit import runner as audit_runner
-from vllm_nwor.audit import startup, state
+from vllm_nwor.audit import observer as audit_observer
 from vllm_nwor.audit.findings import AuditError, Finding, Findings, Found, Writer
-from vllm_nwor.audit.requests import Loads
-from vllm_nwor.audit.runner import RunnerAuditV2
-from vllm_nwor.audit.state import Audit, Batch
+from vllm_nwor.audit.observer import RunnerAudit
+from vllm_nwor.audit.state import Audit
 from vllm_nwor.audit.tables import AuditedGroup, GroupShape, num_bytes
-from vllm_nwor.config import AuditMode
+from vllm_nwor.base.errors import GroupRefused
+from vllm_nwor.config import AuditMode, NworConfig, NworConfigError
+from vllm_nwor.hooks import caches, connectors, runner_v1, runner_v2, worker
+from vllm_nwor.hooks.runner import RunnerState, execute_model, sample_tokens
+from vllm_nwor.hooks.scheduled import ScheduledStep
+from vllm_nwor.layout.caches import ExpectedCaches, ExpectedLayer, Loads
 from vllm_nwor.layout.kv_layout import packed_layout, row_layout
 from vllm_nwor.layout.tables import DeviceMemory, LayerCache
-from vllm_nwor.step import SampledIds, Undone
+from vllm_nwor.step import Observer, Transfer, Undone
 
 N = 4  # slots a block
 NUM_BLOCKS = 16
@@ -90,6 +94,12 @@ class Work(NamedTuple):
     accepted: int = 0
 
 
+class Runner(SimpleNamespace):
+    """What the hooks read of a model runner."""
+
+    __hash__, __eq__ = object.__hash__, object.__eq__
+
+
 @dataclass
 class World:
     """is_undone: rejected slots are restored, as in mode cow; staged: the rest of what
@@ -101,7 +111,7 @@ class World:
 
     can_say: whether the scheduler's hook works. local: of what a request found, the
     tokens that the scheduler knows to have been in the cache. copied: pairs of blocks.
-    preempted: requests."""
+    preempted: requests. mode, strict: the configuration."""
 
     device: ClassVar[torch.device]
     is_v2: ClassVar[bool]
@@ -118,6 +128,8 @@ class World:
     num_layers: int = NUM_LAYERS
     slot_size: tuple[int, int] = (HEADS, WIDTH)
     max_tokens: int = 64
+    mode: AuditMode = AuditMode.LOG
+    strict: bool = True
 
     def __post_init__(self):
         heads, width = self.slot_size
@@ -145,17 +157,36 @@ class World:
         self.audit = Audit(*args, self.loads)
         self.requests, self.numbers, self.local = {}, {}, {}
         self.news, self.finished, self.copied, self.preempted = [], [], [], set()
-        config = SimpleNamespace(audit=AuditMode.LOG, strict_steps=True)
-        manager = SimpleNamespace(undone=self.undone)
         self.texts = torch.zeros(4, self.max_tokens, dtype=torch.int32).to(self.device)
-        self.runner = SimpleNamespace(
-            nwor_audit=RunnerAuditV2(self.audit, config, ""),
-            nwor_state=SimpleNamespace(manager=manager),
+        self.runner = Runner(
+            vllm_config=None,
             req_states=SimpleNamespace(
                 req_id_to_index=self.numbers,
                 all_token_ids=SimpleNamespace(gpu=self.texts),
             ),
         )
+        self.observer = self.observes()
+        self.runner.nwor_state = RunnerState([self.observer, self.transaction()])
+
+    def observes(self):
+        """The audit as an observer."""
+        text_of = caches._text_of_v2 if self.is_v2 else caches._text_of_v1
+        return RunnerAudit(
+            self.audit,
+            SimpleNamespace(audit=self.mode, strict_steps=self.strict),
+            SimpleNamespace(
+                limits=SimpleNamespace(loads=self.loads),
+                text_of=partial(text_of, self.runner),
+            ),
+        )
+
+    def transaction(self):
+        """What the audit is to know of a commit; `step` makes it."""
+
+        def sampled(step, acceptance):
+            step.undone = self.undone
+
+        return Observer("transaction", sampled=sampled)
 
     def counts(self, names="unverified returned"):
         totals = self.audit.totals()
@@ -197,7 +228,7 @@ class World:
         spoil the slot mapping or the block table. skip: writes that are left out, by
         layer and slot."""
         works = {k: Work(w) if isinstance(w, int) else w for k, w in rows.items()}
-        self._begin(any(work.drafts for work in works.values()))
+        self.begins(self._scheduled(works))
         tokens, positions, mapping, starts, cu_logits = [], [], [], [0], [0]
         blocks = torch.zeros((len(works), self.max_tokens // N), dtype=torch.int32)
         for row, (name, work) in enumerate(works.items()):
@@ -214,16 +245,20 @@ class World:
         mapping = torch.tensor(mapping, dtype=torch.int64)
         table(blocks)
         slots(mapping)
-        batch = Batch(
-            len(works),
-            len(tokens),
-            self._int32(tokens),
-            self._int32(positions).long(),
-            self._int32(starts),
-            [mapping.to(self.device)] * self.num_groups,
-            [blocks.to(self.device)] * self.num_groups,
+        mapping = mapping.to(self.device)
+        batch = SimpleNamespace(
+            num_reqs=len(works),
+            num_tokens=len(tokens),
+            req_ids=list(works),
+            input_ids=self._int32(tokens),
+            positions=self._int32(positions).long(),
+            query_start_loc=self._int32(starts),
+            cu_num_logits=self._int32(cu_logits),
+            slot_mappings=[mapping] * self.num_groups,
+            block_tables=[blocks.to(self.device)] * self.num_groups,
+            works=list(works.values()),
         )
-        self._plan(batch, list(works))
+        (self._prepare_v2 if self.is_v2 else self._prepare_v1)(batch)
         before = [cache.clone() for cache in self.caches]
         rows = list(zip(tokens, positions, mapping.tolist(), strict=True))
         for layer in range(self.num_layers):
@@ -243,17 +278,22 @@ class World:
                 accepted = work.drafts[: work.accepted]
                 request.text[request.computed + work.num :] = accepted
             request.computed += kept
-        self._resolve(batch, list(works.values()), self._int32(cu_logits))
+        (self._sample_v2 if self.is_v2 else self._sample_v1)(batch)
         return self.found()
 
     def undone(self, group_id):
-        """As DraftCommitManager.undone."""
+        """As Step.undone."""
         return Undone(self.is_undone, *self.staged)
 
-    def _int32(self, values):
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
+    def begins(self, scheduled):
+        """A step starts."""
+        execute_model(lambda scheduled: None, self.runner, (scheduled,), {})
 
-    def _begin(self, has_drafts):
+    def ends(self, output):
+        """The step's output is complete."""
+        return sample_tokens(lambda: output, self.runner, (), {})
+
+    def _scheduled(self, works):
         scheduled = SchedulerOutput.make_empty()
         for new in self.news:
             request = self.requests[new.req_id]
@@ -268,45 +308,79 @@ class World:
         scheduled.kv_cache_block_copies = self.copied
         known = {name: (None, num, True) for name, num in self.local.items()}
         scheduled.nwor_audit = known if self.can_say else None
-        scheduled.scheduled_spec_decode_tokens = has_drafts
-        self.runner.nwor_audit.begin_step(self.runner, scheduled)
+        drafts = {name: work.drafts for name, work in works.items() if work.drafts}
+        scheduled.scheduled_spec_decode_tokens = drafts
         self.news, self.finished, self.copied, self.preempted = [], [], [], set()
+        return scheduled
 
-    def _plan(self, batch, names):
-        if not self.is_v2:
-
-            def text_of(row):
-                request = self.requests[names[row]]
-                text = request.text[: request.computed]
-                return torch.tensor(text, dtype=torch.int32), None
-
-            self.audit.plan(batch, names, text_of)
-            return
-        self.v2_batch = SimpleNamespace(
-            req_ids=names,
-            idx_mapping=self._int32([self.numbers[name] for name in names]).long(),
-            input_ids=batch.tokens,
-            **batch._asdict(),
+    def _prepare_v1(self, batch):
+        runner, computed = self.runner, []
+        texts = np.zeros((len(batch.works), self.max_tokens), dtype=np.int32)
+        for row, name in enumerate(batch.req_ids):
+            request = self.requests[name]
+            computed.append(request.computed)
+            texts[row, : request.computed] = request.text[: request.computed]
+        starts = batch.query_start_loc
+        runner.query_start_loc = SimpleNamespace(gpu=starts, np=starts.cpu().numpy())
+        runner.input_ids = SimpleNamespace(gpu=batch.input_ids)
+        runner.positions, runner.seq_lens = batch.positions, None
+        tables = [
+            SimpleNamespace(
+                slot_mapping=SimpleNamespace(gpu=slots),
+                block_table=SimpleNamespace(gpu=table),
+            )
+            for slots, table in zip(
+                batch.slot_mappings, batch.block_tables, strict=True
+            )
+        ]
+        runner.input_batch = SimpleNamespace(
+            num_reqs=batch.num_reqs,
+            req_ids=batch.req_ids,
+            vocab_size=100,
+            num_computed_tokens_cpu=computed,
+            token_ids_cpu=texts,
+            block_table=SimpleNamespace(block_tables=tables),
         )
-        given = batch.block_tables, torch.stack(batch.slot_mappings)
-        self.runner.nwor_audit.plan(self.runner, self.v2_batch, *given)
+        if any(work.drafts for work in batch.works):
+            metadata = SimpleNamespace(
+                num_draft_tokens=[len(work.drafts) for work in batch.works],
+                logits_indices=None,
+                cu_num_sampled_tokens=batch.cu_num_logits[1:],
+            )
+            runner_v1._calc_spec_decode_metadata(lambda: metadata, runner, (), {})
+        runner_v1._model_forward(lambda: None, runner, (), {})
 
-    def _resolve(self, batch, works, cu_num_logits):
-        if not self.is_v2:
-            sampled = [[9] * (1 + w.accepted) + [-1] * (7 - w.accepted) for w in works]
-            ids = self._int32(sampled).view(len(works), 8)
-            accepted = SampledIds(ids, 100)
-            self.audit.resolve(cu_num_logits[1:], accepted, self.undone)
-            return
-        num_rejected = self._int32([len(w.drafts) - w.accepted for w in works])
-        self.v2_batch.cu_num_logits = cu_num_logits
-        self.v2_batch.num_draft_tokens = sum(len(work.drafts) for work in works)
-        of_runner, result = self.runner.nwor_audit, (None, None, num_rejected)
-        of_runner.resolve(self.runner, result, self.v2_batch, self.is_undone)
+    def _prepare_v2(self, batch):
+        numbers = [self.numbers[name] for name in batch.req_ids]
+        batch.seq_lens = batch.logits_indices = None
+        batch.idx_mapping = self._int32(numbers).long()
+        batch.idx_mapping_np = np.array(numbers)
+        batch.num_draft_tokens = sum(len(work.drafts) for work in batch.works)
+        tables = batch.block_tables, torch.stack(batch.slot_mappings)
+        runner_v2._prepare_attn(lambda batch: tables, self.runner, (batch,), {})
+
+    def _sample_v1(self, batch):
+        nums = [work.accepted for work in batch.works]
+        ids = self._int32([[9] * (1 + n) + [-1] * (7 - n) for n in nums])
+        output = SimpleNamespace(sampled_token_ids=ids.view(len(nums), 8))
+        metadata = {"spec_decode_metadata": None}
+        runner_v1._sample(lambda **_: output, self.runner, (), metadata)
+
+    def _sample_v2(self, batch):
+        nums = [len(work.drafts) - work.accepted for work in batch.works]
+        result = None, None, self._int32(nums)
+        runner_v2._sample(lambda *_: result, self.runner, (batch,), {})
+
+    def _int32(self, values):
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def transfers(self, blocks, places=None, fills=False):
+        """A KV connector is about to read or fill blocks."""
+        self.audit.on_transfer(Transfer(blocks, places, fills))
 
     def hand_on(self, *args, **kwargs):
-        """A KV connector takes or fills blocks; what is found until a step's end."""
-        self.audit.hand_on(*args, **kwargs)
+        """As transfers; what is found until a step's end."""
+        self.transfers(*args, **kwargs)
         return self.step()
 
     def found(self):
@@ -867,7 +941,7 @@ def filling(loads=Loads.KNOWN, **settings):
     world = computed(loads=loads, **settings)
     world.finish("a")
     if loads is Loads.KNOWN:
-        world.audit.hand_on([[1, 2]], fills=True)
+        world.transfers([[1, 2]], fills=True)
     return world
 
 
@@ -934,7 +1008,7 @@ def test_an_opaque_text_shares_blocks_with_one_that_is_known():
 def test_a_second_snapshot_leaves_out_what_was_loaded():
     """Drafts come for the first time between a load and its request."""
     world = World(loads=Loads.KNOWN)
-    world.audit.hand_on([[1, 2]], fills=True)
+    world.transfers([[1, 2]], fills=True)
     world.fill(OTHER[:8])
     assert world.runs("b", OTHER[:9], [1, 2, 3], hit=8, rejected=(77,)) == []
 
@@ -945,8 +1019,8 @@ def test_blocks_that_are_zeroed_and_loaded_in_one_step():
     world.finish("a")
     scheduled = SchedulerOutput.make_empty()
     scheduled.new_block_ids_to_zero = [1, 2]
-    world.audit.begin_step(scheduled)
-    world.audit.hand_on([[1, 2]], fills=True)
+    world.audit.begin_step(ScheduledStep(scheduled))
+    world.transfers([[1, 2]], fills=True)
     world.fill(OTHER[:8])
     assert world.runs("b", OTHER[:9], [1, 2, 3], hit=8) == []
     assert world.counts("unverified") == (8,)
@@ -972,7 +1046,7 @@ def test_a_load_whose_request_never_comes(num_groups):
     world.runs("a", TEXT[:4], [1], **of_first)
     world.finish("a")
     if loads is Loads.KNOWN:
-        world.audit.hand_on([[], [1]], fills=True)
+        world.transfers([[], [1]], fills=True)
     world.fill(OTHER[:4])
     found = world.runs("b", [91], [1], rejected=(77,), **of_first)
     assert [finding for finding in found if finding.group == 0] == []
@@ -988,7 +1062,7 @@ def test_what_a_load_brought_and_nobody_compared_is_not_known(kind):
         world.fill(text[:24], blocks=blocks)
         is_loaded = text is OTHER
         if is_loaded:
-            world.audit.hand_on([blocks[:6]], fills=True)
+            world.transfers([blocks[:6]], fills=True)
         assert world.runs("a", text[:25], blocks, hit=24 * is_loaded) == []
         world.finish("a")
     if kind == "changed":
@@ -996,7 +1070,7 @@ def test_what_a_load_brought_and_nobody_compared_is_not_known(kind):
     elif kind == "missing_write":
         found = world.runs("b", TEXT[:24], blocks)
     else:
-        world.audit.hand_on([blocks[:6]], fills=True)
+        world.transfers([blocks[:6]], fills=True)
         world.fill(TEXT[:24], blocks=blocks)
         found = world.runs("b", TEXT[:25], blocks, hit=24)
     for _ in blocks:
@@ -1021,7 +1095,7 @@ def test_what_was_found_in_the_cache_and_not_loaded_is_verified(source):
     assert world.runs("a", TEXT[:4], [1]) == []
     world.finish("a")
     if source == "the connector":
-        world.audit.hand_on([[2]], fills=True)
+        world.transfers([[2]], fills=True)
     world.local = {"b": 4} if source == "the scheduler" else {}
     world.fill(OTHER[:8], 4)
     found = world.runs("b", OTHER[:9], [1, 2, 3], hit=8)
@@ -1048,7 +1122,7 @@ def stored(*rejected, **settings):
 def loaded(world, text=TEXT, brings=TEXT, then=lambda: None):
     """A request of `text`, whose first two blocks a load fills from these places.
     then: happens before anybody looks at what it brought."""
-    world.audit.hand_on([[1, 2]], fills=True, places=[[6, 7]])
+    world.transfers([[1, 2]], fills=True, places=[[6, 7]])
     world.fill(brings[:8])
     then()
     return world.runs("c", [*text[:8], 7], [1, 2, 3], hit=8)
@@ -1112,7 +1186,7 @@ def test_a_load_that_brings_another_text(text, brings, kind, slots):
 def test_a_place_holds_what_was_stored_last():
     world = stored()
     assert world.runs("d", OTHER[:4], [4]) == []
-    world.audit.hand_on([[4]], places=[[6]])
+    world.transfers([[4]], places=[[6]])
     text = [*OTHER[:4], *TEXT[4:8]]
     # Its second block follows another first.
     found = loaded(world, text, brings=text)
@@ -1125,12 +1199,12 @@ def test_what_later_stores_took_the_room_of_is_unverified():
     world = World(loads=Loads.KNOWN, num_stored=6, budget=1)
     blocks = [1, 2, 3, 4, 5, 6]
     assert world.runs("a", TEXT[:24], blocks) == []
-    world.audit.hand_on([blocks], places=[blocks])
+    world.transfers([blocks], places=[blocks])
     world.finish("a")
-    world.audit.hand_on([blocks], fills=True, places=[blocks])
+    world.transfers([blocks], fills=True, places=[blocks])
     assert world.runs("c", TEXT[:25], [*blocks, 7], hit=24) == []
     assert world.counts() == (0, 4 * N)
-    world.audit.hand_on([blocks], places=[[7, 8, 9, 10, 11, 12]])
+    world.transfers([blocks], places=[[7, 8, 9, 10, 11, 12]])
     for layer in range(NUM_LAYERS):
         world.slot(layer, 6 * N)[:] ^= 1
     for _ in range(8):
@@ -1147,7 +1221,7 @@ def test_a_slot_that_was_stored_uncommitted_is_unverified_when_it_comes_back():
 def test_a_copied_block_comes_from_the_same_store():
     """A block is copied before anybody looked at what a load brought."""
     world = stored()
-    world.audit.hand_on([[1, 2]], fills=True, places=[[6, 7]])
+    world.transfers([[1, 2]], fills=True, places=[[6, 7]])
     world.copied = [(2, 11)]
     world.fill(TEXT[:8])
     world.fill(TEXT[:8], 4, (1, 11))
@@ -1228,8 +1302,8 @@ def finish(device):
 class LateOutput:
     """An asynchronous one, as vLLM has them."""
 
-    def __init__(self):
-        self.output = SimpleNamespace(req_ids=["a"])
+    def __init__(self, output=None):
+        self.output = output or SimpleNamespace(req_ids=["a"])
 
     def get_output(self):
         return self.output
@@ -1239,14 +1313,12 @@ def attached(world, block=15):
     """The output of a step before which a block changed: 15 is no request's, 1 is in
     a's table."""
     without_host(world, 1, block)
-    return world.runner.nwor_audit.attach(world.runner, LateOutput())
+    return world.ends(LateOutput())
 
 
 def begins_next(world):
     finish(world.device)
-    audit = world.runner.nwor_audit
-    audit.begin_step(world.runner, SchedulerOutput.make_empty())
-    return audit
+    world.begins(SchedulerOutput.make_empty())
 
 
 def raises_with_its_output(world):
@@ -1260,7 +1332,7 @@ def raises_with_its_output(world):
 def test_an_output_waits_for_its_own_step_alone(monkeypatch):
     """vLLM has the next step running when it reads it."""
     world = prefilled()
-    audit, outbox = world.runner.nwor_audit, world.audit.outbox
+    findings, outbox = world.observer.findings, world.audit.outbox
     arrives = partial(finish, world.device)
     not_there = {"query.return_value": False, "synchronize.side_effect": arrives}
     arrivals = [Mock(**not_there) for _ in range(2)]
@@ -1270,16 +1342,16 @@ def test_an_output_waits_for_its_own_step_alone(monkeypatch):
 
     outputs[0].get_output()
     assert [arrival.synchronize.called for arrival in arrivals] == [True, False]
-    assert not audit.findings.counts
+    assert not findings.counts
     outputs[1].get_output()
     assert arrivals[1].synchronize.called
-    assert audit.findings.counts["changed"] > 0
+    assert findings.counts["changed"] > 0
 
 
 def test_an_output_that_was_read_is_not_kept():
     """Nor does it wait for Python's collector, with all of a step's host memory."""
     world = prefilled()
-    output = world.runner.nwor_audit.attach(world.runner, LateOutput())
+    output = world.ends(LateOutput())
     end, found = weakref.ref(output), output.output
     gc.disable()
     try:
@@ -1295,9 +1367,7 @@ def test_a_rank_whose_outputs_nobody_reads_logs_what_it_found(num_read):
     """As all but the first of a tensor parallel group, and any rank as long as vLLM
     warms up. vLLM has two steps in flight: until there are more, an output will take it
     along, or be kept back. num_read: the first outputs that are read at once."""
-    world = prefilled()
-    audit = world.runner.nwor_audit
-    audit.raises = True
+    world = prefilled(mode=AuditMode.RAISE)
     logged = []
     for number, block in enumerate((15, 15, 15, 15, 1, 15, 15)):
         output = attached(world, block)
@@ -1306,7 +1376,7 @@ def test_a_rank_whose_outputs_nobody_reads_logs_what_it_found(num_read):
         if number == 4:
             late = output
         begins_next(world)
-        logged.append(audit.findings.counts["changed"] > 0)
+        logged.append(world.observer.findings.counts["changed"] > 0)
 
     assert logged == [False] * 6 + [True]
     assert late.get_output() is late.output
@@ -1315,8 +1385,7 @@ def test_a_rank_whose_outputs_nobody_reads_logs_what_it_found(num_read):
 @pytest.mark.parametrize("num_before", [0, 5])
 def test_what_comes_of_a_step_is_left_to_its_output(num_before):
     """num_before: outputs that nobody read, as those of vLLM's warm-up."""
-    world = prefilled()
-    world.runner.nwor_audit.raises = True
+    world = prefilled(mode=AuditMode.RAISE)
     for _ in range(num_before):
         attached(world)
         begins_next(world)
@@ -1341,16 +1410,14 @@ class Interleaved:
 
 def test_an_output_that_is_read_while_one_is_attached_counts_as_read(monkeypatch):
     """Else the findings of outputs that should raise are taken by the next steps."""
-    world = prefilled()
-    audit = world.runner.nwor_audit
-    audit.raises = True
-    (name,) = (name for name in vars(audit) if name.startswith("num_"))
-    number = Interleaved(vars(audit).pop(name))
-    monkeypatch.setattr(type(audit), name, number, raising=False)
-    output = audit.attach(world.runner, LateOutput())
+    world = prefilled(mode=AuditMode.RAISE)
+    (name,) = (name for name in vars(world.observer) if name.startswith("num_"))
+    number = Interleaved(vars(world.observer).pop(name))
+    monkeypatch.setattr(RunnerAudit, name, number, raising=False)
+    output = world.ends(LateOutput())
     for _ in range(5):
         number.meanwhile = output.get_output
-        output = audit.attach(world.runner, LateOutput())
+        output = world.ends(LateOutput())
     raises_with_its_output(world)
 
 
@@ -1370,24 +1437,18 @@ class Payload:
 def test_a_dummy_run_of_v2_is_no_step_of_the_audit(loads, monkeypatch):
     """It passes execute_model alone, perhaps next to an OffloadingConnector, which
     vLLM switches off for it: it has no metadata, and submits nothing."""
-    world = prefilled()
-    audit = world.runner.nwor_audit
-    audit.audit.loads = loads
-    world.runner.vllm_config = None
-    worker = SimpleNamespace(_unsubmitted_store_jobs=[(1, object(), object())])
-    connector = SimpleNamespace(_vllm_config=None, connector_worker=worker)
+    world = prefilled(loads=loads)
+    of_connector = SimpleNamespace(_unsubmitted_store_jobs=[(1, object(), object())])
+    connector = SimpleNamespace(_vllm_config=None, connector_worker=of_connector)
     monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda: connector)
     monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: True)
     dummy = SchedulerOutput.make_empty()
     dummy.num_scheduled_tokens = {"_dummy_req_0": 1}
     for _ in range(3):
-        audit.begin_step(world.runner, dummy)
-        audit.audit.loads = Loads.NONE  # of what the next one stores nothing is known
+        world.begins(dummy)
         assert world.step(a=Work(1, (77, 78), 1), b=1) == []
-        audit.audit.loads = loads
     for _ in range(3):
-        audit.begin_step(world.runner, dummy)
-    audit.audit.loads = Loads.NONE
+        world.begins(dummy)
     world.spoil(0, 1 * N)
     assert fields(world.step(a=1, b=1), "kind slot") == [("changed", 1 * N)]
     assert world.audit.outbox.num_sent == 5
@@ -1396,11 +1457,12 @@ def test_a_dummy_run_of_v2_is_no_step_of_the_audit(loads, monkeypatch):
 def test_what_is_counted_while_an_output_takes_the_counts_along_is_not_lost():
     """Nor what an output takes along that nobody reads: one of vLLM's warm-up."""
     world = prefilled()
-    audit, outbox = world.runner.nwor_audit, world.audit.outbox
+    outbox = world.audit.outbox
 
     def count_more():
         without_host(world, 3, 15)
-        thread = threading.Thread(target=audit._take, args=[outbox.num_sent])
+        take = world.observer._take
+        thread = threading.Thread(target=take, args=[outbox.num_sent])
         thread.start()
         thread.join()
 
@@ -1409,8 +1471,8 @@ def test_what_is_counted_while_an_output_takes_the_counts_along_is_not_lost():
     for meanwhile in (count_more, count_more, lambda: None):
         output = SimpleNamespace(req_ids=["a"], nwor_stats=Payload(meanwhile))
         outputs.append(output)
-        with patch.object(audit_runner, "REPORT_SECONDS", 0):
-            audit.report(world.runner, output, outbox.num_sent)
+        with patch.object(audit_observer, "REPORT_SECONDS", 0):
+            world.ends(output)
     # The first one is not read.
     counts = [output.nwor_stats.counts() for output in outputs[1:]]
     assert [count["steps"] for count in counts] == [4, 3]
@@ -1457,7 +1519,7 @@ def test_invalid_arguments_are_refused(device, op, number, change, said):
     refused = pytest.raises(RuntimeError, match=re.escape(said))
     with refused if is_known else nullcontext():
         world.audit.snapshot()
-        world.audit.hand_on([[2, 1]])
+        world.transfers([[2, 1]])
         assert world.step(a=1, b=0) == []
 
 
@@ -1481,52 +1543,49 @@ def test_the_reserved_memory_is_enough(device, budget):
 
 def test_the_memory_of_an_8b_model_is_0_15_percent_of_its_cache(monkeypatch):
     room = 100 << 30
-    sizes = {"block_size": 16, "num_kv_heads": 8, "head_size": 128}
-    sizes["dtype"] = torch.bfloat16
-    specs = {f"layer{i}": FullAttentionSpec(**sizes) for i in range(32)}
-    cache = SimpleNamespace(kv_cache_memory_bytes=room, num_gpu_blocks_override=None)
-    scheduler = SimpleNamespace(max_num_seqs=1024, max_num_batched_tokens=8192)
-    vllm_config = SimpleNamespace(
-        parallel_config=SimpleNamespace(),
-        cache_config=cache,
-        model_config=SimpleNamespace(max_model_len=8192),
-        scheduler_config=scheduler,
-    )
-    runner = SimpleNamespace(device=torch.device("cpu"), vllm_config=vllm_config)
-    runner.get_kv_cache_spec = lambda: specs
+    # Keys and values of 8 heads of 128 bf16, for 16 tokens.
+    layers = [ExpectedLayer("FullAttentionSpec", 2 * 8 * 128 * 2 * 16, 16, None, True)]
+    layers *= 32
+    cache_config = SimpleNamespace()
+    vllm_config = SimpleNamespace(cache_config=cache_config, kv_transfer_config=None)
 
-    def reserved(is_hooked):
+    def reserved(is_hooked, num_blocks=None, layers=layers):
         # An engine of an earlier test may have hooked the connector in this process.
-        monkeypatch.setattr(startup.offloading, "is_hooked", lambda: is_hooked)
-        return startup.reserved_bytes(runner, SimpleNamespace(audit_mib=32))
+        monkeypatch.setattr(connectors, "is_hooked", lambda: is_hooked)
+        limits = SimpleNamespace(
+            device=torch.device("cpu"),
+            step_refusal="",
+            max_num_batched_tokens=8192,
+            max_model_len=8192,
+            num_rows=1024,
+            loads=caches.loads_of(vllm_config),
+        )
+        expected = ExpectedCaches(limits, layers, room, num_blocks)
+        return build.reserved_bytes(expected, SimpleNamespace(audit_mib=32))
 
     size = reserved(False)
     assert 0.0012 * room < size <= 0.0015 * room
-    transfer = SimpleNamespace(kv_connector="OffloadingConnector")
-    vllm_config.kv_transfer_config = transfer
+    vllm_config.kv_transfer_config = SimpleNamespace(kv_connector="OffloadingConnector")
     assert reserved(False) == size
     assert 1.1 * size < reserved(True) <= 0.0015 * room
-    cache.num_gpu_blocks_override = 1000
-    assert reserved(True) < size / 10
-    specs["other"] = SlidingWindowSpec(**sizes, sliding_window=64)
-    with pytest.raises(ValueError, match="2 kinds of layers"):
-        reserved(True)
+    assert reserved(True, 1000) < size / 10
+    other = ExpectedLayer("SlidingWindowSpec", layers[0].page_bytes, 16, 64, True)
+    with pytest.raises(GroupRefused, match="2 kinds of layers"):
+        reserved(True, 1000, [*layers, other])
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
 def test_raise_keeps_the_tokens_of_an_asynchronous_output_from_leaving(has_ended):
     """It fails when it is read: also if the next step gives none, or an empty one, or
     is the one in which the audit itself fails."""
-    world = prefilled()
-    audit = world.runner.nwor_audit
-    audit.raises = True
+    world = prefilled(mode=AuditMode.RAISE)
     without_host(world, 1, 1)
     late = LateOutput()
-    assert audit.attach(world.runner, late) is late
+    assert world.ends(late) is late
     for nothing in (None, EMPTY_MODEL_RUNNER_OUTPUT):
-        assert audit.attach(world.runner, nothing) is nothing
+        assert world.ends(nothing) is nothing
     if has_ended:
-        world.runner.nwor_audit = world.runner.nwor_state.audit = None
+        world.observer.leave()
     with pytest.raises(AuditError, match=r"\d+ findings, the first: changed"):
         late.get_output()
     assert late.get_output() is late.output
@@ -1560,6 +1619,17 @@ def test_a_file_whose_write_fails_half_way_is_the_old_one(tmp_path):
     assert (written["steps"], written["num_findings"]) == (27, 9)
 
 
+def test_a_file_that_cannot_be_written_is_refused_at_start(tmp_path):
+    rank = SimpleNamespace(world_size=2, rank=1)
+    there, missing = tmp_path / "a.json", tmp_path / "missing" / "a.json"
+    config = NworConfig(audit_file=str(there))
+    assert build._path_of(rank, config) == f"{there}.1"
+    for path in (missing, tmp_path):
+        said = rf"^VLLM_NWOR_AUDIT_FILE='{path}' is not allowed \(.*; allowed values: e"
+        with pytest.raises(NworConfigError, match=said):
+            build.build(rank, NworConfig(audit_file=str(path)), None)
+
+
 def test_a_line_a_minute_and_one_at_the_end_say_that_nothing_was_found(
     tmp_path, monkeypatch
 ):
@@ -1567,18 +1637,17 @@ def test_a_line_a_minute_and_one_at_the_end_say_that_nothing_was_found(
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=1000.0)
     monkeypatch.setattr(audit_findings, "time", clock)
     world = prefilled()
-    audit, outbox = world.runner.nwor_audit, world.audit.outbox
-    audit.findings = Findings(str(path := tmp_path / "findings.json"))
-    worker = SimpleNamespace(model_runner=world.runner)
+    world.observer.findings = Findings(str(path := tmp_path / "findings.json"))
+    of_runner = SimpleNamespace(model_runner=world.runner)
     with nwor_log() as lines:
         for clock.now in (1059.0, 1060.0, 1061.0, 1119.0, 1120.0, 1121.0):
             without_host(world, 300)
-            audit.report(world.runner, SimpleNamespace(), outbox.num_sent)
+            world.ends(SimpleNamespace(req_ids=["a"]))
             assert json.loads(path.read_text())["steps"] == (
                 0 if clock.now < 1060 else 600 if clock.now < 1120 else 1500
             )
         without_host(world, 2)
-        audit_runner._shutdown(lambda: lines.append("ended"), worker, (), {})
+        worker._shutdown(lambda: lines.append("ended"), of_runner, (), {})
     said = [f"INFO NWOR audit: {num} steps, 0 findings" for num in ("600", "1,500")]
     assert lines == [*said, "INFO NWOR audit: 1,802 steps, 0 findings", "ended"]
     assert json.loads(path.read_text())["steps"] == 1802
@@ -1587,51 +1656,169 @@ def test_a_line_a_minute_and_one_at_the_end_say_that_nothing_was_found(
 class Slotted:
     """An asynchronous output that takes no other get_output."""
 
-    __slots__ = ()
+    __slots__ = ("output",)
 
     def get_output(self):
-        return None
+        return self.output
 
 
-# What fails, with an audit and its runner: in a hook of a step, with the output, and
-# where a KV connector submits loads.
-FAILING = [
-    lambda audit, runner: audit.begin_step(runner, object()),  # no SchedulerOutput
-    lambda audit, runner: audit.attach(runner, Slotted()),
-    lambda audit, runner: audit.load(runner, object()),
-]
+class Sealed:
+    """An output that takes no payload."""
+
+    __slots__ = ("req_ids",)
+
+    def __init__(self):
+        self.req_ids = ["a"]
+
+
+def slotted():
+    output = Slotted()
+    output.output = Sealed()
+    return output
+
+
+def without_metadata():
+    scheduled = vars(SchedulerOutput.make_empty()).copy()
+    del scheduled["kv_connector_metadata"]
+    return SimpleNamespace(**scheduled)
+
+
+def connector():
+    """A connector that fills a block which is no request's."""
+    ids = SimpleNamespace(block_ids=[15], group_sizes=(1,), block_indices=(0,))
+    job = SimpleNamespace(dst_spec=ids, src_spec=None)
+    return SimpleNamespace(
+        _vllm_config=None,
+        _connector_metadata=SimpleNamespace(load_jobs={1: job}),
+        connector_worker=SimpleNamespace(spec=object()),
+    )
+
+
+def lives_on(world, scheduled=None, connector=connector, output=LateOutput):
+    """What vLLM calls of the hooks, from a step's start to the worker's end. Each
+    gives what vLLM's own function gave."""
+    world.runner.kv_cache_config = SimpleNamespace(kv_cache_groups=[None])
+    of_runner = SimpleNamespace(model_runner=world.runner)
+    with patch.object(connectors, "_watched", [world.runner]):
+        world.begins((scheduled or SchedulerOutput.make_empty)())
+        ends = connectors._start_load_kv(lambda: "loads", connector(), (), {})
+        assert ends == "loads"
+    without_host(world, 1)
+    late = output()
+    assert world.ends(late) is late
+    if hasattr(late, "get_output"):
+        assert late.get_output() is late.output
+    worker._wake_up(lambda tags: None, of_runner, (None,), {})
+    assert worker._shutdown(lambda: "ended", of_runner, (), {}) == "ended"
+
+
+def test_what_vllm_calls_of_the_hooks_is_followed():
+    """Else the next test proves nothing."""
+    world = prefilled(loads=Loads.KNOWN)
+    with nwor_log() as lines:
+        lives_on(world)
+    assert lines == ["INFO NWOR audit: 1 steps, 0 findings"]
+    assert world.audit.groups[0].records.count_nonzero() == 0
+
+
+# What fails: a part of the audit, or what the hooks read.
+FAILING = {
+    "step_started": lambda world: (world.audit, "begin_step"),
+    "tables_final": lambda world: (world.audit, "plan"),
+    "sampled": lambda world: (world.audit, "resolve"),
+    "blocks_transferred": lambda world: (world.audit, "on_transfer"),
+    "output_ready": lambda world: (world.observer, "_sent"),
+    "the output is read": lambda world: (world.audit.outbox, "take"),
+    "caches_lost": lambda world: (world.audit, "forget_cache"),
+    "shut_down": lambda world: (world.observer.findings, "conclude"),
+    "no scheduler output": {"scheduled": object},
+    "no metadata of a connector": {"scheduled": without_metadata},
+    "no connector": {"connector": object},
+    "an output with slots": {"output": slotted},
+    "a payload has no place": {"output": Sealed},
+    "nor when it is read": {"output": lambda: LateOutput(Sealed())},
+}
 
 
 @pytest.mark.parametrize("part", FAILING)
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_failure_of_the_audit_ends_the_audit_and_not_the_engine(strict, part):
-    runner = prefilled().runner
-    audit = runner.nwor_state.audit = runner.nwor_audit
-    audit.strict = strict
+    world = prefilled(strict=strict, loads=Loads.KNOWN)
+    fails, state = FAILING[part], world.runner.nwor_state
+    is_read = isinstance(fails, dict)
     with (
         nwor_log() as lines,
-        pytest.raises(AttributeError) if strict else nullcontext(),
+        nullcontext()
+        if is_read
+        else patch.object(*fails(world), Mock(side_effect=ValueError, spec=[])),
+        pytest.raises((AttributeError, ValueError)) if strict else nullcontext(),
     ):
-        for _ in range(2):
-            part(audit, runner)
-    line = "ERROR NWOR audit: off from here on, because it failed"
-    assert lines == ([] if strict else [line])
-    left = audit if strict else None
-    assert (runner.nwor_audit, runner.nwor_state.audit) == (left, left)
+        lives_on(world, **(fails if is_read else {}))
+    line = "ERROR NWOR audit: disabled after an internal error"
+    errors = [line for line in lines if not line.startswith("INFO")]
+    assert errors == ([] if strict else [line])
+    assert state.named("audit") is (world.observer if strict else None)
     # It lives on with the runner: what was launched before still writes to its memory.
-    assert audit in vars(runner).values()
+    assert state.removed == ([] if strict else [world.observer])
 
 
 def test_a_failure_of_an_earlier_audit_leaves_the_runners_own_alone():
     """The caches may be bound anew while an output of before is read."""
-    runner = prefilled().runner
-    audit, own = runner.nwor_audit, object()
-    audit.strict = False
-    for of_runner in (None, SimpleNamespace(audit=own)):
-        runner.nwor_state, runner.nwor_audit = of_runner, own
-        audit.begin_step(runner, object())
-        assert runner.nwor_audit is own
-    assert runner.nwor_state.audit is own
+    world = prefilled(strict=False)
+    output, earlier = attached(world), world.observer
+    own = world.runner.nwor_state = RunnerState([world.observes()])
+    with patch.object(world.audit.outbox, "take", side_effect=ValueError):
+        assert output.get_output() is output.output
+    assert earlier._has_failed
+    assert [observer.name for observer in own.observers] == ["audit"]
+    assert own.removed == []
+
+
+def in_a_thread(call):
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+# Whether another observer is called before the audit when it is the outermost.
+MOMENTS = {
+    "step_started": True,
+    "tables_final": True,
+    "before_forward": True,
+    "sampled": False,
+    "output_ready": False,
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_step_in_which_another_thread_removes_an_observer(moment, monkeypatch):
+    """The step is whole for the others, and the next one is not the audit's."""
+    world = prefilled()
+    observer, seen, calls = world.observer, [], []
+    removes = Observer("removes", **{moment: lambda *_: in_a_thread(observer.leave)})
+    first = [removes, observer] if MOMENTS[moment] else [observer, removes]
+    names = [*MOMENTS, "step_failed"]
+    last = {name: lambda *_, name=name: seen.append(name) for name in names}
+    others = Observer("last", every_step=True, **last)
+    for name in ("begin_step", "plan", "resolve"):
+        part = getattr(world.audit, name)
+
+        def counted(*args, name=name, part=part):
+            calls.append(name)
+            part(*args)
+
+        monkeypatch.setattr(world.audit, name, counted)
+    state = world.runner.nwor_state = RunnerState([*first, others])
+    for _ in range(2):
+        without_host(world, 1)
+        world.ends(LateOutput()).get_output()
+
+    assert seen == [*MOMENTS, *MOMENTS]
+    # What the moment had begun is done; nothing comes after it.
+    parts = {"step_started": 1, "tables_final": 2, "before_forward": 2}
+    assert calls == ["begin_step", "plan", "resolve"][: parts.get(moment, 3)]
+    assert state.observers == (removes, others)
+    assert state.removed == [observer]
 
 
 @pytest.mark.parametrize(
@@ -1641,8 +1828,8 @@ def test_a_wake_up_of_the_cache_makes_it_another_one(tags, is_known):
     """What slots held, as one of a rejected draft, is not known any more."""
     world = prefilled(is_undone=True)
     world.finish("a")
-    worker = SimpleNamespace(model_runner=world.runner)
-    audit_runner._wake_up(lambda tags: None, worker, (tags,), {})
+    of_runner = SimpleNamespace(model_runner=world.runner)
+    worker._wake_up(lambda tags: None, of_runner, (tags,), {})
     for cache in world.caches:
         cache.zero_()
     found = world.runs("c", OTHER[:4], [1, 2], rejected=(77,))

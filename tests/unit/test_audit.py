@@ -13,9 +13,10 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core import kv_cache_utils
 
 from tests.helpers.logs import nwor_log
-from vllm_nwor import metrics
 from vllm_nwor.audit.requests import MAX_FEATURES, features_of, hash_of, seed_of
-from vllm_nwor.audit.stats import _schedule
+from vllm_nwor.base import errors
+from vllm_nwor.hooks.scheduled import ScheduledStep
+from vllm_nwor.hooks.scheduler import _schedule
 
 
 def new(lora=None, images=(), prompt_embeds=None, **others):
@@ -26,6 +27,20 @@ def new(lora=None, images=(), prompt_embeds=None, **others):
     ]
     about = {"lora_request": lora, "mm_features": features}
     return SimpleNamespace(**about, prompt_embeds=prompt_embeds, **others)
+
+
+def seen(request, salt=None):
+    """A request that is new in a step, as observers see it."""
+    request.req_id, request.block_ids, request.num_computed_tokens = "a", [[1]], 0
+    known = {"a": (salt, None, False)}
+    output = SimpleNamespace(scheduled_new_reqs=[request], nwor_audit=known)
+    (found,) = ScheduledStep(output).new_requests()
+    return found
+
+
+def seed(lora=None, salt=None):
+    found = seen(new(lora), salt)
+    return seed_of(found.adapter, found.cache_salt)
 
 
 def adapter(name="acme", path="/a", number=1):
@@ -54,7 +69,7 @@ APART = {
 
 
 def test_seeds_of_requests_that_must_not_share_blocks_differ():
-    seeds = {name: seed_of(new(lora), salt) for name, (lora, salt) in APART.items()}
+    seeds = {name: seed(*about) for name, about in APART.items()}
     pairs = combinations(seeds, 2)
     assert [pair for pair in pairs if len({seeds[name] for name in pair}) < 2] == []
     assert seeds["nothing"] == 0
@@ -64,15 +79,15 @@ def test_seeds_of_requests_that_must_not_share_blocks_differ():
 @pytest.mark.parametrize("salt", ["", None])
 def test_the_same_adapter_again_has_the_same_seed(salt):
     """The number is of a registration; an empty salt means none, as in vLLM."""
-    assert seed_of(new(adapter(number=7)), salt) == seed_of(new(adapter()), None)
-    assert seed_of(new(), salt) == 0
+    assert seed(adapter(number=7), salt) == seed(adapter())
+    assert seed(None, salt) == 0
 
 
 def test_features_are_vllms_hashes_with_their_positions():
-    found = features_of(new(images=[("red", 2, 4), ("blue", 9, 1)]))
+    found = features_of(seen(new(images=[("red", 2, 4), ("blue", 9, 1)])))
     expected = [[2, 6, hash_of("red")], [9, 10, hash_of("blue")]]
     assert (found.tolist(), found.dtype) == (expected, torch.int64)
-    assert features_of(new()).shape == (0, 3)
+    assert features_of(seen(new())).shape == (0, 3)
 
 
 IMAGE = ("red", 2, 4)
@@ -89,8 +104,8 @@ IMAGE = ("red", 2, 4)
     ],
 )
 def test_a_feature_without_a_hash_makes_the_text_unknown(about):
-    assert features_of(new(**about)) is None
-    assert len(features_of(new(images=[IMAGE] * MAX_FEATURES))) == MAX_FEATURES
+    assert features_of(seen(new(**about))) is None
+    assert len(features_of(seen(new(images=[IMAGE] * MAX_FEATURES)))) == MAX_FEATURES
 
 
 def test_vllms_block_keys_have_no_other_parts():
@@ -171,7 +186,7 @@ def test_a_request_that_vllm_has_dropped_is_unknown():
 def test_a_failure_in_the_scheduler_hook_ends_no_step(strict, monkeypatch):
     """The requests of that step are unknown to the workers."""
     monkeypatch.setenv("VLLM_NWOR_STRICT", strict)
-    monkeypatch.setattr(metrics, "_logged", set())
+    monkeypatch.setattr(errors, "_logged", set())
     output = SimpleNamespace(scheduled_new_reqs=[object()], scheduled_cached_reqs=None)
     scheduler = SimpleNamespace(requests={})
     if strict == "always":

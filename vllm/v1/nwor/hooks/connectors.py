@@ -129,26 +129,26 @@ def read(
 def report_stores(runner: Any, state: Any, scheduled: Any) -> None:
     """Reports the stores that a step submits. scheduled: vLLM's SchedulerOutput. state:
     the runner's RunnerState."""
-    metadata = getattr(scheduled, "kv_connector_metadata", None)
-    if metadata is not None:
 
-        def stores(connector: Any) -> Transfers:
-            waiting = connector.connector_worker._unsubmitted_store_jobs
-            yield from ((source, to) for _, source, to in waiting)
-            for job in map(metadata.store_jobs.get, metadata.jobs_to_flush or ()):
-                if job is not None:
-                    yield job.src_spec, job.dst_spec
+    def connector() -> Any:
+        # vLLM warms up without a connector, and a dummy run (V2) has it off.
+        if scheduled.kv_connector_metadata is None:
+            return None
+        from vllm.distributed import kv_transfer
 
-        _report(runner, state, _active_connector, stores, fills=False)
+        if kv_transfer.has_kv_transfer_group():
+            return kv_transfer.get_kv_transfer_group()
+        return None
 
+    def stores(connector: Any) -> Transfers:
+        metadata = scheduled.kv_connector_metadata
+        waiting = connector.connector_worker._unsubmitted_store_jobs
+        yield from ((source, to) for _, source, to in waiting)
+        for job in map(metadata.store_jobs.get, metadata.jobs_to_flush or ()):
+            if job is not None:
+                yield job.src_spec, job.dst_spec
 
-def _active_connector() -> Any:
-    """vLLM warms up without a connector, and a dummy run (V2) has its connector off."""
-    from vllm.distributed import kv_transfer
-
-    if kv_transfer.has_kv_transfer_group():
-        return kv_transfer.get_kv_transfer_group()
-    return None
+    _report(runner, state, connector, stores, fills=False)
 
 
 def _start_load_kv(wrapped: Wrapped, connector: Any, args: Any, kwargs: Any) -> Any:

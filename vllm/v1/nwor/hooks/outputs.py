@@ -39,17 +39,23 @@ def attach(result: Any, calls: Sequence[Callable[[], StepPayload | None]]) -> No
         log_once("no statistics on a runner's output", type(result).__name__)
 
 
-def watch(result: Any, calls: Sequence[Callable[[], OutputRead | None]]) -> None:
+def watch(
+    result: Any,
+    calls: Sequence[Callable[[], OutputRead | None]],
+    hooks_failed: Sequence[Callable[[], None]] = (),
+) -> None:
     """Calls observers when the output is read, which is now if it is not asynchronous.
     One without requests is nobody's: what was found before belongs to an output that
     was not read yet.
+
+    hooks_failed: called if the output is not as expected.
 
     Raises: whatever an observer raises, now or when the output is read.
     """
     get_output = getattr(result, "get_output", None)
     if get_output is None:
         if getattr(result, "req_ids", None):
-            _read(result, [ready() for ready in calls])
+            _read(result, [ready() for ready in calls], hooks_failed)
         return
     readers = [ready() for ready in calls]
 
@@ -57,16 +63,30 @@ def watch(result: Any, calls: Sequence[Callable[[], OutputRead | None]]) -> None
         # The output refers to this function, and that to the output.
         vars(result).pop("get_output", None)
         output = get_output()
-        _read(output, readers)
+        _read(output, readers, hooks_failed)
         return output
 
-    result.get_output = read
+    _set(result, "get_output", read, hooks_failed)
 
 
-def _read(output: Any, readers: Sequence[OutputRead | None]) -> None:
+def _read(
+    output: Any,
+    readers: Sequence[OutputRead | None],
+    hooks_failed: Sequence[Callable[[], None]],
+) -> None:
     has_requests = bool(getattr(output, "req_ids", None))
     for reader in readers:
         if reader is not None:
             payload = getattr(output, "nwor_stats", NOTHING) if has_requests else None
             if (changed := reader(payload)) is not None:
-                output.nwor_stats = changed
+                _set(output, "nwor_stats", changed, hooks_failed)
+
+
+def _set(
+    output: Any, name: str, value: Any, hooks_failed: Sequence[Callable[[], None]]
+) -> None:
+    try:
+        setattr(output, name, value)
+    except Exception:
+        for failed in hooks_failed:
+            failed()

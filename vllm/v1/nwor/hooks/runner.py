@@ -313,5 +313,5 @@ def sample_tokens(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     if calls := state.payload:
         outputs.attach(output, calls)
     if calls := state.output_ready:
-        outputs.watch(output, calls)
+        outputs.watch(output, calls, state.hooks_failed)
     return output
