@@ -25,7 +25,7 @@ from vllm_nwor.layout.kv_layout import runs_of
 
 GUARD_BYTES = 64
 POISON_BYTE = 0x5A
-PAD = -1
+PAD = ops.PAD_SLOT
 SAVED = ops.SAVED_COLUMNS
 
 

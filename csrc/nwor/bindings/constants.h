@@ -5,7 +5,6 @@
 #pragma once
 
 #include <cstddef>
-#include <iterator>
 
 #include "audit/audit.h"
 #include "common/saved_windows.h"
@@ -23,60 +22,10 @@ struct Constant {
 template <typename Row>
 constexpr int64_t kColumns = sizeof(Row) / sizeof(int64_t);
 
-constexpr Constant kConstants[] = {
-    {"PAD_SLOT", kPadSlot},
-    {"INVALID_SLOT", kInvalidSlot},
-    {"SAVED_COLUMNS", kSavedEntries},
-    {"MAX_SPAN", kMaxSpan},
-    {"MAX_REQS", kMaxReqs},
-    {"MAX_FEATURES", kMaxFeatures},
-    {"FEATURE_COLUMNS", kColumns<Feature>},
-    {"RECORD_COLUMNS", kColumns<SlotRecord>},
-    {"SEAT_COLUMNS", kColumns<Seat>},
-    {"PLAN_COLUMNS", kColumns<PlanRow>},
-    {"FINDING_COLUMNS", kColumns<Finding>},
-};
-
-#define NWOR_COLUMN(name) {#name, offsetof(LayerRow, name) / sizeof(int64_t)}
-constexpr Constant kTableColumns[] = {
-    NWOR_COLUMN(base),        NWOR_COLUMN(block_stride), NWOR_COLUMN(slot_stride),
-    NWOR_COLUMN(head_stride), NWOR_COLUMN(num_heads),    NWOR_COLUMN(run_bytes),
-    NWOR_COLUMN(block_size),  NWOR_COLUMN(num_blocks),   NWOR_COLUMN(log_offset)};
-#undef NWOR_COLUMN
-static_assert(std::size(kTableColumns) == kNumTableColumns);
-
-constexpr Constant kCounterColumns[] = {
-    {"windows", kWindows},
-    {"staged", kStaged},
-    {"committed", kCommitted},
-    {"rejected", kRejected},
-    {"shadow_windows", kShadowWindows},
-    {"restored_bytes", kRestoredBytes},
-    {"invalid_slots", kInvalidSlots},
-    {"shadow_copied_bytes", kShadowCopiedBytes},
-    {"committed_bytes", kCommittedBytes},
-};
-static_assert(std::size(kCounterColumns) == kNumCounters);
-
-constexpr Constant kFindingClasses[] = {
-    {"foreign_write", kForeignWrite},
-    {"wrong_prefix", kWrongPrefix},
-    {"changed", kChanged},
-    {"missing_write", kMissingWrite},
-    {"handed_on", kHandedOn},
-    {"never_loaded", kNeverLoaded},
-};
-static_assert(std::size(kFindingClasses) == kNumFindingClasses);
-
-constexpr Constant kLoads[] = {
-    {"NONE", kNoLoads}, {"KNOWN", kKnownLoads}, {"UNKNOWN", kUnknownLoads}};
-
-constexpr Constant kBlockEvents[] = {
-    {"GIVEN", kGiven}, {"FILLED", kFilled}, {"STORED", kStored}};
-
-// False with an exception set.
-template <size_t kSize>
+// False with an exception set, as the others here. kNumber: of the names there are.
+template <size_t kNumber, size_t kSize>
 bool add_dict(PyObject* module, const char* name, const Constant (&constants)[kSize]) {
+  static_assert(kNumber == kSize, "each has a name");
   PyObject* const dict = PyDict_New();
   for (const Constant& constant : constants) {
     PyObject* const value = PyLong_FromLongLong(constant.value);
@@ -90,17 +39,60 @@ bool add_dict(PyObject* module, const char* name, const Constant (&constants)[kS
   return PyModule_AddObject(module, name, dict) == 0;
 }
 
-inline bool add_constants(PyObject* module) {
-  for (const Constant& constant : kConstants) {
+inline bool add_numbers(PyObject* module) {
+  for (const Constant& constant : {
+           Constant{"PAD_SLOT", kPadSlot},
+           Constant{"INVALID_SLOT", kInvalidSlot},
+           Constant{"SAVED_COLUMNS", kSavedEntries},
+           Constant{"MAX_SPAN", kMaxSpan},
+           Constant{"MAX_REQS", kMaxReqs},
+           Constant{"MAX_FEATURES", kMaxFeatures},
+           Constant{"FEATURE_COLUMNS", kColumns<Feature>},
+           Constant{"RECORD_COLUMNS", kColumns<SlotRecord>},
+           Constant{"SEAT_COLUMNS", kColumns<Seat>},
+           Constant{"PLAN_COLUMNS", kColumns<PlanRow>},
+           Constant{"FINDING_COLUMNS", kColumns<Finding>},
+       }) {
     if (PyModule_AddIntConstant(module, constant.name, constant.value) != 0) {
       return false;
     }
   }
-  return add_dict(module, "TABLE_COLUMNS", kTableColumns) &&
-         add_dict(module, "COUNTER_COLUMNS", kCounterColumns) &&
-         add_dict(module, "FINDING_CLASSES", kFindingClasses) &&
-         add_dict(module, "LOADS", kLoads) &&
-         add_dict(module, "BLOCK_EVENTS", kBlockEvents);
+  return true;
 }
+
+#define NWOR_COLUMN(name) {#name, offsetof(LayerRow, name) / sizeof(int64_t)}
+inline bool add_constants(PyObject* module) {
+  return add_numbers(module) &&
+         add_dict<kNumTableColumns>(
+             module, "TABLE_COLUMNS",
+             {NWOR_COLUMN(base), NWOR_COLUMN(block_stride), NWOR_COLUMN(slot_stride),
+              NWOR_COLUMN(head_stride), NWOR_COLUMN(num_heads), NWOR_COLUMN(run_bytes),
+              NWOR_COLUMN(block_size), NWOR_COLUMN(num_blocks),
+              NWOR_COLUMN(log_offset)}) &&
+         add_dict<kNumCounters>(module, "COUNTER_COLUMNS",
+                                {{"windows", kWindows},
+                                 {"staged", kStaged},
+                                 {"committed", kCommitted},
+                                 {"rejected", kRejected},
+                                 {"shadow_windows", kShadowWindows},
+                                 {"restored_bytes", kRestoredBytes},
+                                 {"invalid_slots", kInvalidSlots},
+                                 {"shadow_copied_bytes", kShadowCopiedBytes},
+                                 {"committed_bytes", kCommittedBytes}}) &&
+         add_dict<kNumFindingClasses>(module, "FINDING_CLASSES",
+                                      {{"foreign_write", kForeignWrite},
+                                       {"wrong_prefix", kWrongPrefix},
+                                       {"changed", kChanged},
+                                       {"missing_write", kMissingWrite},
+                                       {"handed_on", kHandedOn},
+                                       {"never_loaded", kNeverLoaded}}) &&
+         add_dict<3>(module, "LOADS",
+                     {{"NONE", kNoLoads},
+                      {"KNOWN", kKnownLoads},
+                      {"UNKNOWN", kUnknownLoads}}) &&
+         add_dict<3>(module, "BLOCK_EVENTS",
+                     {{"GIVEN", kGiven}, {"FILLED", kFilled}, {"STORED", kStored}});
+}
+#undef NWOR_COLUMN
 
 }  // namespace nwor

@@ -28,7 +28,7 @@ std::string device_name(int32_t type, int32_t index) {
 std::string shape_of(const Tensor& tensor) {
   std::ostringstream text;
   text << "[";
-  for (int64_t i = 0; i < tensor.dim(); ++i) {
+  for (int64_t i = 0; i < tensor.num_dims; ++i) {
     text << (i ? ", " : "") << tensor.size(i);
   }
   text << "]";
@@ -38,7 +38,7 @@ std::string shape_of(const Tensor& tensor) {
 }  // namespace
 
 TensorArgs::TensorArgs(const char* op, const char* name, const Tensor& reference)
-    : TensorArgs(op, name, reference.device_type(), reference.device_index()) {}
+    : TensorArgs(op, name, reference.device_type, reference.device_index) {}
 
 TensorArgs::TensorArgs(const char* op, const char* name, int32_t device_type,
                        int32_t device_index)
@@ -48,8 +48,8 @@ TensorArgs::TensorArgs(const char* op, const char* name, int32_t device_type,
       device_index_(device_index) {}
 
 void TensorArgs::same_device(const char* name, const Tensor& tensor) const {
-  const int32_t type = tensor.device_type();
-  const int32_t index = tensor.device_index();
+  const int32_t type = tensor.device_type;
+  const int32_t index = tensor.device_index;
   NWOR_CHECK(type == device_type_ && (!on_cuda() || index == device_index_), op_, name,
              " is on ", device_name(type, index), "; must be on ",
              device_name(device_type_, device_index_), ", where ", reference_name_,
@@ -59,10 +59,10 @@ void TensorArgs::same_device(const char* name, const Tensor& tensor) const {
 void TensorArgs::array_of(const char* name, const Tensor& tensor, ScalarType dtype,
                           int64_t num_dims) const {
   same_device(name, tensor);
-  NWOR_CHECK(tensor.scalar_type() == dtype, op_, name, " has dtype ",
-             torch::headeronly::toString(tensor.scalar_type()), "; must be ",
+  NWOR_CHECK(tensor.dtype == dtype, op_, name, " has dtype ",
+             torch::headeronly::toString(tensor.dtype), "; must be ",
              torch::headeronly::toString(dtype));
-  NWOR_CHECK(tensor.dim() == num_dims, op_, name, " has shape ", shape_of(tensor),
+  NWOR_CHECK(tensor.num_dims == num_dims, op_, name, " has shape ", shape_of(tensor),
              "; must have ", num_dims, " dimensions");
 }
 
@@ -115,17 +115,16 @@ RunList TensorArgs::runs(const OptionalTensor& runs) const {
 }
 
 IndexArray TensorArgs::indices(const char* name, const Tensor& indices) const {
-  const bool is_int64 = indices.scalar_type() == ScalarType::Long;
-  NWOR_CHECK(is_int64 || indices.scalar_type() == ScalarType::Int, op_, name,
-             " has dtype ", torch::headeronly::toString(indices.scalar_type()),
-             "; must be Int or Long");
-  array(name, indices, indices.scalar_type(), 1);
-  return {indices.data_ptr(), is_int64};
+  const bool is_int64 = indices.dtype == ScalarType::Long;
+  NWOR_CHECK(is_int64 || indices.dtype == ScalarType::Int, op_, name, " has dtype ",
+             torch::headeronly::toString(indices.dtype), "; must be Int or Long");
+  array(name, indices, indices.dtype, 1);
+  return {indices.data, is_int64};
 }
 
 int64_t* TensorArgs::slot_mapping(const Tensor& slot_mapping,
                                   int64_t* num_tokens) const {
-  const bool is_row = slot_mapping.dim() == 2 && slot_mapping.size(0) == 1;
+  const bool is_row = slot_mapping.num_dims == 2 && slot_mapping.size(0) == 1;
   auto* const slots = values<int64_t>("slot_mapping", slot_mapping, is_row ? 2 : 1);
   *num_tokens = slot_mapping.size(is_row ? 1 : 0);
   return slots;
@@ -172,7 +171,7 @@ UndoLog TensorArgs::undo_log(const Tensor& undo_log, const Tensor& log_slots,
   size_is("log_slots", log_slots, 0, undo_log.size(0), kCapacity);
   size_is("log_windows", log_windows, 0, undo_log.size(0), kCapacity);
   size_is("log_windows", log_windows, 1, 3, "request, position, drafts");
-  return {static_cast<uint8_t*>(undo_log.data_ptr()),
+  return {static_cast<uint8_t*>(undo_log.data),
           undo_log.stride(0),
           undo_log.size(1),
           undo_log.size(0),
@@ -197,7 +196,7 @@ Acceptance TensorArgs::acceptance(const OptionalTensor& sampled_token_ids,
   NWOR_CHECK(sampled_token_ids->size(1) > 0, op_, "sampled_token_ids has shape ",
              shape_of(*sampled_token_ids), "; must have a column");
   NWOR_CHECK(vocab_size > 0, op_, "vocab_size is ", vocab_size, "; must be at least 1");
-  result.sampled_token_ids = static_cast<const int32_t*>(sampled_token_ids->data_ptr());
+  result.sampled_token_ids = static_cast<const int32_t*>(sampled_token_ids->data);
   result.row_stride = sampled_token_ids->stride(0);
   result.column_stride = sampled_token_ids->stride(1);
   result.num_columns = sampled_token_ids->size(1);
@@ -214,17 +213,17 @@ int64_t* TensorArgs::counters(const Tensor& counters) const {
 
 int64_t* TensorArgs::host_counters(const char* name, const Tensor& counters,
                                    int64_t num_dims) const {
-  const int32_t type = counters.device_type();
+  const int32_t type = counters.device_type;
   NWOR_CHECK(type == kCpu, op_, name, " is on ",
-             device_name(type, counters.device_index()), "; must be on cpu");
-  NWOR_CHECK(counters.scalar_type() == ScalarType::Long, op_, name, " has dtype ",
-             torch::headeronly::toString(counters.scalar_type()), "; must be Long");
+             device_name(type, counters.device_index), "; must be on cpu");
+  NWOR_CHECK(counters.dtype == ScalarType::Long, op_, name, " has dtype ",
+             torch::headeronly::toString(counters.dtype), "; must be Long");
   NWOR_CHECK(
-      counters.dim() == num_dims && counters.size(num_dims - 1) == kNumCounters &&
+      counters.num_dims == num_dims && counters.size(num_dims - 1) == kNumCounters &&
           counters.stride(num_dims - 1) == 1,
       op_, name, " has shape ", shape_of(counters), "; must be [",
       num_dims == 1 ? "" : "slots, ", static_cast<int>(kNumCounters), "], contiguous");
-  auto* const first = static_cast<int64_t*>(counters.data_ptr());
+  auto* const first = static_cast<int64_t*>(counters.data);
 #ifdef NWOR_CUDA
   if (on_cuda()) {
     check_device_sees(op_, name, first);
@@ -254,7 +253,7 @@ BlockTable TensorArgs::block_table(const Tensor& block_table,
   rows_of("block_table", block_table, ScalarType::Int);
   int64_t num_tokens = 0;
   int64_t* slots = this->slot_mapping(slot_mapping, &num_tokens);
-  return {static_cast<int32_t*>(block_table.data_ptr()),
+  return {static_cast<int32_t*>(block_table.data),
           block_table.size(0),
           block_table.stride(0),
           block_table.size(1),

@@ -41,7 +41,7 @@ class TensorArgs {
     using torch::headeronly::ScalarType;
     constexpr auto kType = sizeof(Value) == 8 ? ScalarType::Long : ScalarType::Int;
     array(name, tensor, kType, num_dims);
-    return static_cast<Value*>(tensor.data_ptr());
+    return static_cast<Value*>(tensor.data);
   }
   void size_is(const char* name, const Tensor& tensor, int64_t dim, int64_t size,
                const char* meaning) const;
