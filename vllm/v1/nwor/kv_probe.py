@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from .hooks.backends import detached, writer_of
 from .kv_layout import KVLayout, LayoutRefused, packed_layout, row_layout, runs_of
 
 BACKGROUNDS = (0x00, 0xFF)
@@ -39,6 +38,8 @@ def probe_layout(
         LayoutRefused: the implementation has no separate writer, or its slots are
             neither rows nor a packing that can be copied.
     """
+    from .hooks.backends import detached
+
     rows = row_layout(kv_cache)
     scratch, raw = _scratch(kv_cache)
     impl = detached(layer.impl)
@@ -106,6 +107,8 @@ def _write(
     impl: Any, layer: Any, scratch: torch.Tensor, dtype: torch.dtype, slot: int
 ) -> None:
     """One token through the backend's writer."""
+    from .hooks.backends import writer_of
+
     write = writer_of(impl)
     if isinstance(write, str):
         raise LayoutRefused(write)
