@@ -15,6 +15,8 @@ from typing import Any
 
 import yaml
 
+from vllm_nwor.hooks.versions import VERSIONS
+
 _KNOWN = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text("utf-8"))
 # What people ask for, tested or not; other names in results come after these.
 NAMES: dict[str, list[str]] = _KNOWN["names"]
@@ -69,9 +71,6 @@ def _method(spec: dict[str, Any]) -> str:
 def tables(kind: str, results: Sequence[dict[str, Any]]) -> str:
     """A line for each name, version and runner that has results, and one for all the
     versions that a name has none of; then the reasons of what is refused."""
-    # Engines of a fork import this file, and must not import a second copy of hooks.
-    from vllm_nwor.hooks.versions import VERSIONS
-
     found: dict[str, dict[tuple[str, str], list[Entry]]]
     found = {name: {} for name in NAMES[kind]}
     for one in (one for result in results for one in entries(result)):
