@@ -56,6 +56,16 @@ class FailingImpl(RowImpl):
         raise RuntimeError("head size 32 is not compiled")
 
 
+class MoreImpl(RowImpl):
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping, scale=None):
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+
+
+class ScaleImpl(RowImpl):
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping, scale):
+        raise AssertionError("it is called without its scale")
+
+
 def layer(kind=RowImpl, dtype="auto", backend="FLASH_ATTN"):
     """kind: of its implementation, or the name of one that writes rows."""
     impl = (type(kind, (RowImpl,), {}) if isinstance(kind, str) else kind)()
@@ -121,6 +131,12 @@ REFUSED = [
     ("ROCm's native attention", layer(ROCM), f"has a {ROCM}, which packs the slots"),
     ("AITER attention of ROCm", layer(AITER), f"has a {AITER}, which packs the slots"),
     ("", layer(FailingImpl), "FailingImpl cannot be probed: RuntimeError: head size"),
+    (
+        "",
+        layer(ScaleImpl),
+        r"ScaleImpl.do_kv_cache_update has parameters \(layer, key, value, kv_cache, "
+        r"slot_mapping, scale\); supported are \(layer, key, value, kv_cache, slot_",
+    ),
     (INDEXER, INDEXER_CACHE, "is a DeepseekV32IndexerCache: no attention"),
     ("", IN_TWO, "has a list for a KV cache; expected one tensor"),
     (NO_COPIES, (TOO_FEW, STATE), "has a MambaSpec, which is not slot based"),
@@ -147,6 +163,12 @@ def test_a_group_is_refused_by_name_and_the_other_protected(
     assert [group.group_id for group in manager.groups] == [0]
     if name:
         reach.refused_stand_in(name, infos[1].reason, [mode.value])
+
+
+def test_a_writer_may_have_more_parameters_with_defaults():
+    _, (info,), _ = build(runner({"a": layer(MoreImpl)}))
+
+    assert (info.resolved, info.reason) == ("cow", "1 layers, rows")
 
 
 def test_state_that_vllm_keeps_a_copy_of_for_each_draft_is_native():

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only modules of this project that know vLLM's insides.
 
-Those that wrap have a `LEDGER`: what, why, which signature is relied on, and when the
-row can be deleted. `facts` has what else is relied on. Nothing here is imported unless
-NWOR is switched on, or somebody asks whether a vLLM fits (`source`).
+`ledger` lists all that is touched: what, why, which signature is relied on, and when
+the row can be deleted. `facts` lists what else is relied on, `backends` what is known
+of attention backends by name, `versions` the releases of vLLM that were tried. In a
+process of vLLM with NWOR off, nothing here is imported.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Installing wrappers on vLLM's functions: checked, idempotent, all or nothing.
 
-A hook file's LEDGER has what it wraps, a `HookTarget` each, and what with, and goes to
+A hook file's WRAPPERS has what it wraps, a `HookTarget` each, and what with; it goes to
 `install_all`. Before the first wrapper goes in, every target's signature is compared
 with what the wrappers rely on, so a vLLM that has moved on is refused by name instead
 of being half patched. vLLM's own function stays reachable as `__wrapped__`.
