@@ -58,6 +58,16 @@ class FailingImpl(RowImpl):
         raise RuntimeError("head size 32 is not compiled")
 
 
+class MoreImpl(RowImpl):
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping, scale=None):
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+
+
+class ScaleImpl(RowImpl):
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping, scale):
+        raise AssertionError("it is called without its scale")
+
+
 def layer(kind=RowImpl, dtype="auto", backend="FLASH_ATTN"):
     """kind: a class of implementations, or the name of one that writes rows."""
     impl = (type(kind, (RowImpl,), {}) if isinstance(kind, str) else kind)()
@@ -142,6 +152,12 @@ REFUSED = [
     ("ROCm's native attention", layer(ROCM), f"has a {ROCM}, which packs the slots"),
     ("AITER attention of ROCm", layer(AITER), f"has a {AITER}, which packs the slots"),
     ("", layer(FailingImpl), "FailingImpl cannot be probed: RuntimeError: head size"),
+    (
+        "",
+        layer(ScaleImpl),
+        r"ScaleImpl.do_kv_cache_update has parameters \(layer, key, value, kv_cache, "
+        r"slot_mapping, scale\); supported are \(layer, key, value, kv_cache, slot_",
+    ),
     (INDEXER, INDEXER_CACHE, "is a DeepseekV32IndexerCache: no attention"),
     ("", IN_TWO, "has a list for a KV cache; expected one tensor"),
     (NO_COPIES, (TOO_FEW, STATE), "has a MambaSpec, which is not slot based"),
@@ -170,22 +186,14 @@ def test_a_group_is_refused_by_name_and_the_other_protected(
         reach.refused_stand_in(name, infos[1].reason, [mode.value])
 
 
-def test_a_group_without_a_block_table_is_refused_alone():
-    """vLLM makes none for encoder-only attention."""
-    encoder = EncoderOnlyAttentionSpec(
-        block_size=SLOTS, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32
-    )
-    found = runner({"a": layer()}, (encoder, {"b": layer()}))
-    found.input_batch.block_table.pop()
+def test_a_writer_may_have_more_parameters_with_defaults():
+    _, (info,), _ = build(runner({"a": layer(MoreImpl)}))
 
-    _, infos, _ = build(found)
-
-    assert [info.resolved for info in infos] == ["cow", "off"]
-    assert "has a EncoderOnlyAttentionSpec, which drafts never" in infos[1].reason
+    assert (info.resolved, info.reason) == ("cow", "1 layers, rows")
 
 
-def test_state_with_a_copy_for_each_draft_is_native():
-    """It needs no protection; also with STRICT that is no refusal."""
+def test_state_that_vllm_keeps_a_copy_of_for_each_draft_is_native():
+    """It needs no protection, which is no refusal, under STRICT neither."""
     state = (ENOUGH, STATE)
 
     manager, infos, _ = build(runner(state, {"a": layer()}), strictness=Strict.STARTUP)

@@ -156,8 +156,7 @@ def _places(text: str, source: Source, node: ast.AST) -> list[tuple[int, int]]:
 
 
 class Fact:
-    """What a module has or, behind a colon, a class or function. `check` may raise
-    Mismatch."""
+    """What a place has: "module", "module:Class.function". `check` raises Mismatch."""
 
     def __init__(self, place: str, *what: str, **types: str) -> None:
         self.place, self.what, self.types = place, what, types

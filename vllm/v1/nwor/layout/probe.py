@@ -36,6 +36,8 @@ def probe_layout(kv_cache: torch.Tensor, writer: Writer) -> KVLayout:
     Raises:
         LayoutRefused: its slots are neither rows nor a packing that can be copied.
     """
+    from .hooks.backends import detached
+
     rows = row_layout(kv_cache)
     scratch, raw = _scratch(kv_cache)
     write = partial(writer, scratch)
@@ -96,3 +98,20 @@ def _differing(raw: torch.Tensor, background: int) -> torch.Tensor:
     first = (raw.view(torch.int64) != plain).nonzero() * _WORD
     offsets = (first + torch.arange(_WORD, device=raw.device)).flatten()
     return offsets[raw[offsets] != background]
+
+
+def _write(
+    impl: Any, layer: Any, scratch: torch.Tensor, dtype: torch.dtype, slot: int
+) -> None:
+    """One token through the backend's writer."""
+    from .hooks.backends import writer_of
+
+    write = writer_of(impl)
+    if isinstance(write, str):
+        raise LayoutRefused(write)
+
+    def fill(value: float, *shape: int) -> torch.Tensor:
+        return torch.full((1, *shape), value, dtype=dtype, device=scratch.device)
+
+    slot_mapping = torch.tensor([slot], dtype=torch.int64, device=scratch.device)
+    write(impl, layer, fill, scratch, slot_mapping)
