@@ -299,7 +299,7 @@ def few_seats():
     return Case(FEW_BLOCKS | {"disable_log_stats": False}).engine("stage", settings)
 
 
-def test_plain_vllm_leaves_rejected_drafts(off):
+def test_vanilla_leaves_rejected_drafts(off):
     run, case = off
     check_off(run, case)
     result, steps = run.result, run.result.steps
