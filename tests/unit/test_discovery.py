@@ -19,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
-    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
 )

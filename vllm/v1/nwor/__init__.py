@@ -7,8 +7,9 @@ folder; all imports inside are relative. vLLM loads it through the entry point
 neither torch nor vLLM, and touches no device.
 
 Where things are: the modes and variables in `config`, one slot's bytes in
-`kv_layout`, what begin/commit/abort guarantee in `draft_manager`, all that is touched
-in vLLM in `hooks.ledger`. Other plugins may use `on_commit`.
+`layout.kv_layout`, what commit guarantees in `transaction.draft_manager`, everything
+that is touched in vLLM in `hooks.ledger`, how one step goes in `step`. Other plugins
+may use `on_commit`.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Installing wrappers on vLLM's functions: checked, idempotent, all or nothing.
 
-A hook file's WRAPPERS has what it wraps, a `HookTarget` each, and what with; it goes to
-`install_all`. Before the first wrapper goes in, every target's signature is compared
+A hook file's WRAPPERS has a wrapper for each row of the ledger (`HookTarget`), and goes
+to `install_all`. Before the first wrapper goes in, every target's signature is compared
 with what the wrappers rely on, so a vLLM that has moved on is refused by name instead
 of being half patched. vLLM's own function stays reachable as `__wrapped__`.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Probing: which bytes does a backend's own writer change for one slot?
 
-The backend's writer (hooks/writers.py) writes one token into one slot of a 2-block
+The backend's writer (hooks/backends.py) writes one token into one slot of a 2-block
 scratch cache of the layer's dtype, inner shape and stride order, once on a background
 of 0x00 bytes and once on 0xFF. A byte of the token differs from at least one of them,
 so the bytes that changed in either run are exactly the slot's. The result is compared
@@ -36,8 +36,6 @@ def probe_layout(kv_cache: torch.Tensor, writer: Writer) -> KVLayout:
     Raises:
         LayoutRefused: its slots are neither rows nor a packing that can be copied.
     """
-    from .hooks.backends import detached
-
     rows = row_layout(kv_cache)
     scratch, raw = _scratch(kv_cache)
     write = partial(writer, scratch)
@@ -98,20 +96,3 @@ def _differing(raw: torch.Tensor, background: int) -> torch.Tensor:
     first = (raw.view(torch.int64) != plain).nonzero() * _WORD
     offsets = (first + torch.arange(_WORD, device=raw.device)).flatten()
     return offsets[raw[offsets] != background]
-
-
-def _write(
-    impl: Any, layer: Any, scratch: torch.Tensor, dtype: torch.dtype, slot: int
-) -> None:
-    """One token through the backend's writer."""
-    from .hooks.backends import writer_of
-
-    write = writer_of(impl)
-    if isinstance(write, str):
-        raise LayoutRefused(write)
-
-    def fill(value: float, *shape: int) -> torch.Tensor:
-        return torch.full((1, *shape), value, dtype=dtype, device=scratch.device)
-
-    slot_mapping = torch.tensor([slot], dtype=torch.int64, device=scratch.device)
-    write(impl, layer, fill, scratch, slot_mapping)
