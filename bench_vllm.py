@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ab, environment, prompts, report, summary
+from benchmarks import ab, environment, prompts, records, report, summary
 from benchmarks.arguments import (
     COMPARE,
     PROGRAM,
@@ -41,7 +42,7 @@ from benchmarks.arguments import (
     without_compare_only,
 )
 from benchmarks.engine import Engine, EngineFailed
-from benchmarks.files import recorded, write_json
+from benchmarks.files import recorded
 from benchmarks.settings import device_for, find_models, leave, prepare_process
 
 ROOT = Path(__file__).resolve().parent
@@ -92,7 +93,9 @@ def run_true_off(argv: Sequence[str]) -> dict[str, Any]:
         output = Path(directory) / "off.json"
         command = [sys.executable, str(ROOT / PROGRAM)]
         command += true_off_arguments(argv, output)
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+        # The file is read here and then deleted: no commit need be known.
+        env = os.environ | {environment.COMMIT_VARIABLE: "none"}
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, env=env, check=False)
         if done.returncode:
             raise EngineFailed(f"{what} ended with status {done.returncode}")
         return json.loads(output.read_text(encoding="utf-8"))
@@ -158,14 +161,14 @@ def compare(
         "baseline": arms[0].name,
         "turn_steps": None if options.audits else ab.TURN_STEPS,
         "outputs": summary.outputs(first, num_runs),
-        "samples": summary.pair_samples(pairs),
+        "pairs": summary.pair_ratios(pairs),
         "summary": summary.comparison(pairs, arms[0].name, until, timed),
     }
     if true_off is not None:
         found["true_off"] = {
             "speed": true_off["summary"]["speed"]["off"],
             "kv_blocks": true_off["engine"]["kv_blocks"],
-            "samples": true_off["samples"],
+            "tokens_per_second": true_off["tokens_per_second"],
         }
     return found
 
@@ -187,34 +190,54 @@ def run_one_mode(engine: Engine, options: Options) -> dict[str, Any]:
         timed = runs_of(engine, arm, num_timed, begins, first)
     return {
         "outputs": summary.outputs(first, num_runs) | {"tokens": first},
-        "samples": [run.tokens_per_second for run in runs],
+        "tokens_per_second": [run.tokens_per_second for run in runs],
         "summary": summary.of_runs({mode: runs}, {mode: timed}),
     }
 
 
+def key_of(
+    options: Options, argv: Sequence[str], about: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The key of a result's line. Its cell is the command, where tools/gpu/bench.py
+    gives it no name."""
+    kept = [word for word in argv if word not in ("--json", str(options.json))]
+    gpu = about["machine"].get("gpu")  # None: a CPU, where vLLM has V1 only
+    asked = about["variables"].get("VLLM_USE_V2_MODEL_RUNNER", None if gpu else "0")
+    modes = [arm.name for arm in arms_of(options)[1:]]
+    return {
+        "cell": shlex.join([PROGRAM, *kept]),
+        "batch": options.batch_size,
+        "gpu": gpu,
+        "vllm": records.vllm(about),
+        "runner": {"0": "V1", "1": "V2"}.get(asked, "default"),
+        "drafter": options.method,
+        "drafts": options.num_speculative_tokens,
+        "mode": " ".join(modes) if options.mode == COMPARE else options.mode,
+    }
+
+
 def base_result(
-    options: Options, argv: Sequence[str], engine: Engine, env: dict[str, Any]
+    options: Options, argv: Sequence[str], engine: Engine, about: dict[str, Any]
 ) -> dict[str, Any]:
     """What all modes' results have in common, without what was measured."""
     found = engine.report()
     left_out = ("json", "prompts", "model", "draft_model")
-    arguments = {k: v for k, v in vars(options).items() if k not in left_out}
+    lengths = [len(ids) for wave in engine.waves for ids in wave]
     return {
-        "kind": "bench_vllm",
-        "schema": summary.SCHEMA,
-        "mode": options.mode,
+        "key": key_of(options, argv, about),
+        **about,
         "command": shlex.join(["python", PROGRAM, *argv]),
-        "environment": env,
-        "arguments": arguments,
+        "mode": options.mode,
+        "arguments": {k: v for k, v in vars(options).items() if k not in left_out},
         "model": engine.target.label,
         "draft_model": engine.drafter.label if engine.drafter else None,
-        "prompt_tokens": [len(ids) for wave in engine.waves for ids in wave],
+        "prompt_tokens": sorted({min(lengths), max(lengths)}),
         "engine": {name: found[name] for name in ENGINE} | {"start_s": engine.start_s},
     }
 
 
 def bench(options: Options, argv: Sequence[str], on: str) -> Any:
-    """Runs what the options ask for and returns the result as its file holds it."""
+    """Runs what the options ask for and returns the result as its line holds it."""
     comparing = options.mode == COMPARE
     advice = "read each ratio together with its control"
     if not comparing:
@@ -224,12 +247,12 @@ def bench(options: Options, argv: Sequence[str], on: str) -> Any:
     prepare_process(options, on)
     note("starting vLLM")
     engine = Engine(options, on)
-    env = environment.describe(on, ROOT)
+    about = environment.describe(on, ROOT)
     if comparing:
         found = compare(engine, options, true_off, options.max_pairs)
     else:
         found = run_one_mode(engine, options)
-    result = base_result(options, argv, engine, env)
+    result = base_result(options, argv, engine, about)
     engine.close()
     return recorded(result | {"warnings": warnings} | found)
 
@@ -255,9 +278,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(report.text(result))
     try:
         if options.json is not None:
-            write_json(options.json, result)
-    except OSError as error:
-        note(f"a result was not written: {error}")
+            records.append(options.json, result)
+    except (OSError, records.BadRecord) as error:
+        note(f"the result was not written: {error}")
         return 1
     return 0
 

@@ -14,7 +14,8 @@ have to pass in the copy before the first mutation. The checkout stays as it is.
 Caught means: pytest names a test that failed. A test run that ends otherwise (a crash,
 a mutation that does not compile) is an error, not a catch. Exit status: 0 all caught;
 1 one survived, or an error. --selftest: the audit's self-test must name a fault that it
-missed because that check was removed; in the file, a result in the result.
+missed because that check was removed. The file has three parts: what the tests caught,
+and in it "selftest" and "cuda".
 
 --cuda: what only the kernels of shadow blocks have, and of the log's what it leaves to
 them. `build` makes a library for each,
@@ -225,19 +226,18 @@ def main() -> int:
     caught = sum(one["outcome"] == "caught" for one in outcomes)
     print(f"{caught} of {len(outcomes)} mutations caught")
     if args.json is not None:
-        result = {"kind": "mutation_check", "schema": 1}
-        result["command"] = " ".join(["python tools/mutation_check.py", *sys.argv[1:]])
-        result["environment"] = of_the_copy
+        command = " ".join(["python tools/mutation_check.py", *sys.argv[1:]])
+        result = {**of_the_copy, "command": command}
         result |= {"tests": tests, "mutations": outcomes}
         known = json.loads(args.json.read_text()) if args.json.exists() else {}
+        part = "selftest" if args.selftest else "cuda" if args.cuda else None
         if args.only is not None and known:  # the others stay as they were found
-            whole = known["selftest"] if args.selftest else known
-            one = outcomes[0] | {"environment": of_the_copy}
+            whole = known[part] if part else known
+            one = outcomes[0] | of_the_copy
             others = whole["mutations"]
             named = [one if old["name"] == args.only else old for old in others]
             result = whole | {"mutations": named}
-        whole = {"selftest": result} if args.selftest else result
-        write_json(args.json, known | whole)
+        write_json(args.json, known | ({part: result} if part else result))
     return 0 if caught == len(outcomes) else 1
 
 

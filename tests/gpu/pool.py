@@ -62,7 +62,7 @@ class Finished:
 
     def entry(self, *keys: str) -> dict[str, Any]:
         """For the results file: how it ended, and these keys of the report, None where
-        it has none. Of its facts not the layers, which gpu_layouts.json has."""
+        it has none. Of its facts not the layers, which layouts.jsonl has."""
         facts = self.report.get("facts") or {}
         aside = ("targets", "protected")
         return {
@@ -147,15 +147,15 @@ def engines_fixture(
     engine, `num_jobs` of them at a time. An engine's `entries` are saved as soon as it
     has ended.
 
-    by_mode: the file of results has the mode in its name, unless it is cow.
+    by_mode: the key of its lines has the mode.
     """
-    file = f"{kind}_{ON}.json" if by_mode and ON != "cow" else f"{kind}.json"
+    key = {"mode": ON} if by_mode else {}
 
     @pytest.fixture(scope="module")
     def runs(request: pytest.FixtureRequest, pool: Pool) -> dict[str, T]:
         def saved(spec: EngineSpec) -> T:
             found = chain(pool, spec)
-            results.save(file, kind, command, entries(spec, found))
+            results.save(kind, command, entries(spec, found), **key)
             return found
 
         names = {

@@ -14,7 +14,7 @@ from tests.gpu.pool import ON, engines_fixture, engines_of
 
 ENGINES = engines_of("layouts")
 runs = engines_fixture(
-    "gpu_layouts",
+    "layouts",
     # Not strict: a refusal is to be seen here as an answer, not as a dead engine.
     lambda pool, spec: {ON: pool.run("layouts", spec, ON, VLLM_NWOR_STRICT="0")},
     lambda spec, chain: {spec.name: chain[ON].entry("groups", "layouts")},

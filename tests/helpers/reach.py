@@ -2,14 +2,13 @@
 """What a test on a real engine on the CPU has shown, or on stand-ins for what vLLM
 has, as a line of the table in docs/reach.md.
 
-Files go to the folder in NWOR_REACH_RESULTS; without it nothing is written. Lines of
-what was not run again stay as they were, each with its own environment.
+Lines go to engines.jsonl in the folder of NWOR_REACH_RESULTS; without it nothing is
+written.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import vllm
-from benchmarks import environment
-from benchmarks.files import write_json
+from benchmarks import environment, records
 
 from tests.helpers.environment import REPO
 
 FOLDER_VARIABLE = "NWOR_REACH_RESULTS"
-FILE = "cpu_engines.json"
+FILE = "engines.jsonl"
 EXACT, OUTPUTS, REFUSED, FAILED = "exact", "outputs", "refused", "failed"
 
 
@@ -89,11 +87,7 @@ def refused_stand_in(
 
 
 def save(entry: dict[str, Any], path: Path) -> None:
-    entries: dict[str, Any] = {}
-    if path.is_file():
-        entries = json.loads(path.read_text(encoding="utf-8"))["entries"]
-    key = "/".join(entry[part] for part in ("vllm", "kind", "name", "mode"))
     about = environment.describe("cpu", REPO)
-    entries[key] = entry | {"environment": about, "command": "make reach"}
-    ordered = {key: entries[key] for key in sorted(entries)}
-    write_json(path, {"kind": "cpu_engines", "schema": 1, "entries": ordered})
+    key = {part: entry[part] for part in ("vllm", "kind", "name", "mode")}
+    line = {"key": key, **about, "command": "make reach", "found": entry}
+    records.append(path, line)

@@ -313,7 +313,8 @@ def checked(monkeypatch, tmp_path):
         options += ["--only", only] if only else []
         monkeypatch.setattr("sys.argv", ["mutation_check.py", *options])
         status = mutation_check.main()
-        outcomes = json.loads(result.read_text())["mutations"]
+        recorded = json.loads(result.read_text())
+        outcomes = (recorded["cuda"] if cuda else recorded)["mutations"]
         return status, [(one["outcome"], *one["tests"]) for one in outcomes]
 
     monkeypatch.setattr(mutation_check, "TESTS", ("test_double.py",))

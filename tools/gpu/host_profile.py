@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the host's time for begin and commit goes, inside a real engine.
 
-    python tools/gpu/host_profile.py CELL --json results/host_profile_CELL.json
+    python tools/gpu/host_profile.py CELL --json results/host_time.jsonl
 
 Serves the same requests on the engine of a cell of cells.yml, each time with other
 functions in place of the launches of a step:
@@ -41,10 +41,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import numpy  # noqa: E402
-from benchmarks import ab, environment, report  # noqa: E402
+from benchmarks import ab, environment, records, report  # noqa: E402
 from benchmarks.arguments import parse, whole  # noqa: E402
 from benchmarks.engine import Engine, EngineFailed  # noqa: E402
-from benchmarks.files import write_json  # noqa: E402
 from benchmarks.settings import device_for, leave, prepare_process  # noqa: E402
 
 from tools.gpu import bench  # noqa: E402
@@ -206,14 +205,14 @@ def profile(cell: bench.Cell, rounds: int) -> dict[str, Any]:
     hooks.on = True
     num_steps = sum(len(engine.run(staged).step_s) for _ in range(rounds))
     hooks.on = False
+    about = environment.describe(on, ROOT)
+    key = {"cell": cell.name, "batch": BATCH, "gpu": about["machine"].get("gpu")}
     return {
-        "kind": "host_profile",
-        "cell": cell.name,
-        "batch_size": BATCH,
+        "key": key | {"vllm": records.vllm(about)},
+        **about,
         "command": f"python tools/gpu/host_profile.py {cell.name} --rounds {rounds}",
-        "environment": environment.describe(on, ROOT),
         "hooks": hooks.result(num_steps),
-        "kernels": {
+        "kernels_us": {
             "stage": kernel_times(engine, staged),
             "builtins": kernel_times(engine, logged),
         },
@@ -235,15 +234,15 @@ def profile(cell: bench.Cell, rounds: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = bench.parser_of(__doc__)
-    parser.add_argument("--json", type=Path, required=True, help="where to write")
+    parser.add_argument("--json", type=Path, required=True, help="file to append to")
     parser.add_argument("--rounds", type=whole(1), default=4, help="of all kinds (4)")
     arguments = parser.parse_args(argv)
     cell = bench.BY_NAME[arguments.cell]
 
     def measure() -> None:
         result = profile(cell, arguments.rounds)
-        write_json(arguments.json, result)
-        print(report.rendered("host", results=[result]), flush=True)
+        print(report.rendered("host", [result]), flush=True)
+        records.append(arguments.json, result)
 
     return bench.run_of(cell, measure)
 
