@@ -52,6 +52,11 @@ def failing(runs: Chain, spec: EngineSpec = CPU) -> set[str]:
     return {kind for kind, texts in kinds.items() if texts}
 
 
+def line_of(found: dict[str, Any], **key: str) -> dict[str, Any]:
+    key |= {"engine": CPU.name, "vllm": "0.32.0"}
+    return {"key": key, "date": "today UTC", "commit": "abc", "found": found}
+
+
 @pytest.mark.parametrize("mode", [ON, STAGE])
 def test_verdict_of_a_healthy_engine(runs, mode, monkeypatch):
     monkeypatch.setattr(compare, "ON", mode)
@@ -166,7 +171,7 @@ SLEPT = {
     "token": ((ON, "live", ROW, "tokens", NAME, 0, one_more), "outputs"),
     "vanilla's token": (
         (OFF, "live", ROW, "tokens", NAME, 0, one_more),
-        "none; outputs of 1 rows not compared",
+        "none, outputs of 1 rows not compared",
     ),
     "counter": ((ON, "live", ROW, "counters", "nwor_breaches", 1), "counters"),
     "interrupted token": ((ON, "live", "interrupted", "tokens", {}), "outputs"),
@@ -188,11 +193,8 @@ def test_what_is_saved_of_an_engine_that_slept(changed, trouble):
         run.report.update(awake=phase, live=live)
     change(changed[mode].report, *path)
     (entry,) = test_sleep.entries(CPU, changed).values()
-    entry["environment"] = {"date": "today UTC", "commit": "abc"}
-    lines = report.rendered("sleep", result={"entries": {CPU.name: entry}}).splitlines()
-    cells = [line.split(" | ")[2:-2] for line in lines[2:]]
-    shown_by_phase = {cell[0]: cell[-1] for cell in cells}
-    assert shown_by_phase == {"awake": "none", "live": shown}
+    row = report.rendered("sleep", [line_of(entry, mode=ON)]).splitlines()[-1]
+    assert row.split(" | ")[5] == f"awake: none; live: {shown}"
     num_live = entry[ON]["phases"]["live"]["interrupted"]["num_live"]
     assert num_live == 8 * (trouble != "nobody ran")
 
@@ -246,8 +248,7 @@ def test_what_slots_that_nobody_has_written_may_hold(filled):
     test_poison.test_poison_changes_no_output(runs, CPU.name)
     test_poison.test_poison_in_a_written_slot_shows(runs, CPU.name)
     assert runs[CPU.name]["nan"]["verdict"] == test_poison.UNCHANGED
-    runs[CPU.name] |= {"environment": {"date": "today UTC", "commit": "abc"}}
-    shown = report.rendered("poisoned", result={"entries": runs}).splitlines()[-1]
+    shown = report.rendered("poisoned", [line_of(runs[CPU.name])]).splitlines()[-1]
     assert [cell.strip() for cell in shown.split("|")[1:-1]] == [
         *("cpu-mla", "CPU_MLA, bf16", "EAGER", "V1", "1 of 1"),
         *("outputs unchanged", "outputs unchanged", "outputs differ", "today", "abc"),
