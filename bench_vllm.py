@@ -2,16 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speculative decoding on real vLLM with and without NWOR.
 
-    python bench_vllm.py                               without NWOR against nwor
-    python bench_vllm.py --mode nwor --batch-size 1 --num-speculative-tokens 48
+    python bench_vllm.py
+    python bench_vllm.py --against cow --batch-size 1 --num-speculative-tokens 48
     python bench_vllm.py --help
 
-`--mode compare` (the default) runs the same requests in one engine, in which NWOR's
-hooks are taken off and put on again every few steps: each step is made with them,
-without, and once more without as a control, in runs next to each other
-(benchmarks/ab.py). It prints no speed unless all outputs are equal token by token. An
-engine that never loaded NWOR runs in a process of its own, to compare an unhooked one
-with, as far as the difference between processes allows.
+runs the same requests in one engine, in which NWOR's hooks are taken off and put on
+again every few steps: each step is made with them, without, and once more without as a
+control, in runs next to each other (benchmarks/ab.py). It prints no speed unless all
+outputs are equal token by token. An engine that never loaded NWOR (`--mode off`) runs
+in a process of its own: its outputs must be the same, and its speed is shown.
 What this does not do: judge a speed-up by speculation, or measure memory bandwidth
 (bench_kernels.py does).
 
@@ -22,6 +21,7 @@ was written; 130 interrupted.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shlex
@@ -46,7 +46,6 @@ from benchmarks.files import recorded
 from benchmarks.settings import device_for, find_models, leave, prepare_process
 
 ROOT = Path(__file__).resolve().parent
-TRUE_OFF_RUNS = 7
 # Runs of each arm that keep the host's times, behind those that are compared.
 TIMED_RUNS = 5
 # What a result has of NworWorkerExtension.nwor_report.
@@ -55,8 +54,7 @@ ENGINE = ("kv_blocks", "groups", "log_bytes_per_draft", "log_bytes", "fallbacks"
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr, a line now and then if that is no terminal; what it gives is
-    called before each run with the run's name."""
+    """A bar on stderr; call the result before each run with the run's name."""
     from tqdm import tqdm
 
     calm = 0.1 if sys.stderr.isatty() else 15
@@ -74,25 +72,15 @@ def note(text: str) -> None:
     print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
 
 
-def true_off_arguments(argv: Sequence[str], output: Path) -> list[str]:
-    """`argv` for a process that runs the same requests with mode off: of an argument
-    that is given twice the last one counts."""
-    runs = str(TRUE_OFF_RUNS)
-    kept = without_compare_only(argv)
-    return [*kept, "--mode", "off", "--repeats", runs, "--json", str(output)]
-
-
 def run_true_off(argv: Sequence[str]) -> dict[str, Any]:
-    """The result of mode off in a process of its own, where NWOR is never loaded.
-
-    Raises:
-        EngineFailed: that process failed; its own words are on stderr.
-    """
+    """The result of the same requests with mode off, in a process of its own, where
+    NWOR is never loaded. Raises EngineFailed; the reason is on stderr."""
     note(what := "off in a process of its own")
     with tempfile.TemporaryDirectory(prefix="nwor-bench-") as directory:
         output = Path(directory) / "off.json"
-        command = [sys.executable, str(ROOT / PROGRAM)]
-        command += true_off_arguments(argv, output)
+        # Of an argument that is given twice the last one counts.
+        command = [sys.executable, str(ROOT / PROGRAM), *without_compare_only(argv)]
+        command += ["--mode", "off", "--repeats", "7", "--json", str(output)]
         # The file is read here and then deleted: no commit need be known.
         env = os.environ | {environment.COMMIT_VARIABLE: "none"}
         done = subprocess.run(command, stdout=subprocess.DEVNULL, env=env, check=False)
@@ -102,37 +90,17 @@ def run_true_off(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def arms_of(options: Options) -> list[ab.Arm]:
-    """What --mode compare runs: the baseline, then what is tested against it. Against
-    stage: the same engine with the undo log, too. Against audit: the KV audit with its
-    default budget, then comparing everything."""
+    """The baseline, then what is tested against it. Against stage: the same engine with
+    the undo log, too. Against audit: the KV audit with its default budget, then
+    comparing everything."""
     if options.audits:
-        budgets = {"audit": 32, "audit-100": 1 << 20}
-        return [
-            ab.UNHOOKED,
-            *(ab.Arm(name, True, audit_mib=mib) for name, mib in budgets.items()),
-        ]
-    tested = [ab.Arm(options.against, hooked=True)]
-    if options.against == "stage":
-        tested.insert(0, ab.Arm("cow", hooked=True, stages=False))
+        tested = [ab.Arm("audit", True, audit_mib=32)]
+        tested.append(ab.Arm("audit-100", True, audit_mib=1 << 20))
+    else:
+        tested = [ab.Arm(options.against, hooked=True)]
+        if options.against == "stage":
+            tested.insert(0, ab.Arm("cow", hooked=True, stages=False))
     return [ab.UNHOOKED, *tested]
-
-
-def runs_of(
-    engine: Engine,
-    arm: ab.Arm,
-    number: int,
-    begins: Callable[[str], None],
-    expected: Sequence[Sequence[int]],
-    times: bool = True,
-) -> list[ab.Run]:
-    """Runs, which keep host times. Raises OutputsDiffer: outputs are not `expected`."""
-    runs = []
-    for run in range(1, number + 1):
-        name = f"{arm.name}{', timed' * times}, {run}"
-        begins(name)
-        runs.append(engine.run(arm, times=times))
-        ab.check_outputs(expected, runs[-1].outputs, "an earlier run", name)
-    return runs
 
 
 def compare(
@@ -150,12 +118,14 @@ def compare(
     expected = None if true_off is None else true_off["outputs"]["tokens"]
     are_timed = [] if options.audits else arms[1:]
     num_runs = len(arms) + TIMED_RUNS * len(are_timed)
+    limits = (repeats, until, max_pairs)
     with progress("compare", num_runs + ab.runs_a_round(arms) * repeats) as begins:
-        limits = (repeats, until, max_pairs)
         pairs = ab.compare(engine.run, arms, *limits, begins, expected)
-        first, timed = pairs[0].test.outputs, {}
-        for arm in are_timed:
-            timed[arm.name] = runs_of(engine, arm, TIMED_RUNS, begins, first)
+        first, timed = pairs[0].test.outputs, {arm.name: [] for arm in are_timed}
+        for arm, number in itertools.product(are_timed, range(1, TIMED_RUNS + 1)):
+            begins(name := f"{arm.name}, timed, {number}")
+            timed[arm.name].append(done := engine.run(arm, times=True))
+            ab.check_outputs(first, done.outputs, "an earlier run", name)
     num_runs += ab.runs_a_round(arms) * (len(pairs) // len(arms))
     found = {
         "baseline": arms[0].name,
@@ -173,25 +143,21 @@ def compare(
     return found
 
 
-def run_one_mode(engine: Engine, options: Options) -> dict[str, Any]:
-    """`--repeats` runs in a mode other than compare, after a warm-up that is not
-    counted, then some that keep host times: what the result says of them.
-
-    Raises:
-        OutputsDiffer: a run's outputs are not those of the warm-up.
-    """
-    mode, arm = options.mode, ab.Arm(options.mode, hooked=options.nwor_mode != "off")
-    num_timed = TIMED_RUNS * arm.hooked
-    num_runs = 1 + options.repeats + num_timed
-    with progress(mode, num_runs) as begins:
+def run_off(engine: Engine, repeats: int) -> dict[str, Any]:
+    """So many runs without NWOR, after a warm-up that is not counted. Raises
+    OutputsDiffer: a run's outputs are not those of the warm-up."""
+    off = ab.Arm("off", hooked=False)
+    with progress("off", 1 + repeats) as begins:
         begins("warm-up")
-        first = engine.run(arm).outputs
-        runs = runs_of(engine, arm, options.repeats, begins, first, times=False)
-        timed = runs_of(engine, arm, num_timed, begins, first)
+        first, runs = engine.run(off).outputs, []
+        for number in range(1, repeats + 1):
+            begins(name := f"off, {number}")
+            runs.append(engine.run(off))
+            ab.check_outputs(first, runs[-1].outputs, "an earlier run", name)
     return {
-        "outputs": summary.outputs(first, num_runs) | {"tokens": first},
+        "outputs": summary.outputs(first, 1 + repeats) | {"tokens": first},
         "tokens_per_second": [run.tokens_per_second for run in runs],
-        "summary": summary.of_runs({mode: runs}, {mode: timed}),
+        "summary": summary.of_runs({"off": runs}, {}),
     }
 
 
@@ -239,9 +205,7 @@ def base_result(
 def bench(options: Options, argv: Sequence[str], on: str) -> Any:
     """Runs what the options ask for and returns the result as its line holds it."""
     comparing = options.mode == COMPARE
-    advice = "read each ratio together with its control"
-    if not comparing:
-        advice = "--mode compare runs both sides in turns, with a control"
+    advice = "read each ratio together with its control" if comparing else ""
     warnings = environment.warnings(on, advice)
     true_off = run_true_off(argv) if comparing and options.true_off else None
     prepare_process(options, on)
@@ -251,7 +215,7 @@ def bench(options: Options, argv: Sequence[str], on: str) -> Any:
     if comparing:
         found = compare(engine, options, true_off, options.max_pairs)
     else:
-        found = run_one_mode(engine, options)
+        found = run_off(engine, options.repeats)
     result = base_result(options, argv, engine, about)
     engine.close()
     return recorded(result | {"warnings": warnings} | found)

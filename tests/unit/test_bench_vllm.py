@@ -21,7 +21,7 @@ import pytest
 import torch
 from benchmarks import ab, files, records, settings, summary
 from benchmarks.ab import NworDone, Run
-from benchmarks.arguments import parse
+from benchmarks.arguments import parse, without_compare_only
 from benchmarks.engine import Engine, EngineFailed
 from benchmarks.worker_extension import NworWorkerExtension
 
@@ -226,29 +226,11 @@ def test_ratios_are_to_both_runs_of_the_baseline_and_host_times_of_other_runs(
     assert "KV blocks that NWOR costs: 6" in printed
 
 
-def test_a_single_modes_speed_is_of_runs_without_the_clock(engine, capsys):
-    """Two tokens are a second in those with it. No control is spoken of that is not
-    there, and drafts that no log holds are not called logged."""
-    engine.run.side_effect = lambda arm, times=False: make_run(
-        arm.hooked, 3.5 if times else 1.0
-    )
-    result = written("--mode stage --repeats 2")
-    assert result["tokens_per_second"] == [7.0, 7.0]
-    found = result["summary"]
-    assert found["nwor"]["stage"]["host"]["step_us_median"] == 1.75e6
-    printed = capsys.readouterr().out
-    assert "vary: --mode compare runs both sides in turns, with a control" in printed
-    assert "its control" not in printed
-    assert "drafts protected" in printed
-    assert "drafts logged" not in printed
-
-
 def test_the_process_without_nwor_gets_no_argument_of_compare_alone():
     argv = ["--against", "cow", "--pairs-until-ci=0.01", "--no-true-off"]
     argv += ["--batch-size", "2"]
-    found = bench_vllm.true_off_arguments([*argv, "--against=stage"], Path("a.json"))
-    assert found[:2] == ["--batch-size", "2"]
-    assert parse(found).against == "nwor"
+    found = without_compare_only([*argv, "--against=stage"])
+    assert found == ["--batch-size", "2"]
     assert parse(argv).against == "cow"
 
 
@@ -271,13 +253,13 @@ NO_RESULT = [
         f"{DIFFER}an engine without NWOR gave token 23, the warm-up of unhooked gave",
     ),
     (
-        *("--mode stage", [FINE, CHANGED], 1),
-        f"{DIFFER}an earlier run gave token 23, stage, 1 gave token 99",
+        *("--mode off", [FINE, CHANGED], 1),
+        f"{DIFFER}an earlier run gave token 23, off, 1 gave token 99",
     ),
-    ("--mode cow", [EngineFailed("not active: why")], 1, "not active: why"),
+    ("--no-true-off", [EngineFailed("not active: why")], 1, "not active: why"),
     ("--repeats 6", [], 2, "argument --repeats: '6'"),
     (
-        *("--mode nwor --against cow", [], 2),
+        *("--mode off --against cow", [], 2),
         "argument --against: 'cow' cannot be used; it is for --mode compare, and the",
     ),
     ("--mode off --pairs-until-ci 0.1", [], 2, "argument --pairs-until-ci: '0.1' can"),
