@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ab, environment, prompts, records, report, summary
+from benchmarks import ab, environment, records, report, summary
 from benchmarks.arguments import (
     COMPARE,
     PROGRAM,
@@ -187,7 +187,7 @@ def base_result(
 ) -> dict[str, Any]:
     """What all modes' results have in common, without what was measured."""
     found = engine.report()
-    left_out = ("json", "prompts", "model", "draft_model")
+    left_out = ("json", "model", "draft_model")
     lengths = [len(ids) for wave in engine.waves for ids in wave]
     return {
         "key": key_of(options, argv, about),
@@ -228,7 +228,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parse(argv)
         on = device_for(options)
         find_models(options)
-        prompts.read(options.prompts)
         result = bench(options, argv, on)
     except BadArgument as error:
         note(str(error))

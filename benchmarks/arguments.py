@@ -109,7 +109,6 @@ def build_parser() -> argparse.ArgumentParser:
     text = "target: a directory, a Hugging Face name, or shape:NAME for random weights"
     add("model", f"{text} (converted SmolLM2-135M-Instruct)")
     add("draft-model", "the drafter's model, named as --model is")
-    add("prompts", "a JSON file, a list of strings (built-in ones)", Path)
     add("max-tokens", "most tokens of an answer (64)", whole(1), 64)
     text = f"counted pairs in compare (default and least: {MIN_PAIRS}), counted runs in"
     add("repeats", f"{text} the other modes ({DEFAULT_RUNS})", whole(1))
@@ -165,10 +164,6 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     options.true_off = options.true_off is not False
     refuse(
         options,
-        prompts=options.prompts is not None
-        and (options.model or "").startswith("shape:")
-        and f"--model {options.model} has random weights and no tokenizer, and makes "
-        "its own prompts",
         json=file is not None and file.is_dir() and "it is a folder; allowed: a file",
         repeats=compares and least < MIN_PAIRS and f"allowed: from {MIN_PAIRS} up",
         max_pairs=options.max_pairs < least and f"allowed: from --repeats {least} up",

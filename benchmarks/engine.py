@@ -45,10 +45,9 @@ class Engine:
 
     def __init__(self, options: Options, device: str) -> None:
         """Starts vLLM. Call prepare_process first. Raises EngineFailed, with vLLM's
-        words, or BadArgument: models or prompts that cannot be used."""
+        words, or BadArgument: models that cannot be used."""
         self.options = options
         self.target, self.drafter = find_models(options)
-        texts = prompt_source.read(options.prompts)
         arguments = engine_arguments(options, device, self.target, self.drafter)
         from vllm import EngineArgs, LLMEngine
         from vllm.v1.engine.core_client import InprocClient
@@ -68,21 +67,21 @@ class Engine:
                 "(VLLM_ENABLE_V1_MULTIPROCESSING=0)"
             )
         self.start_s = time.perf_counter() - started
-        self.waves = self._encode(texts)
+        self.waves = self._encode()
         self._num_runs = 0
         gc.collect()
         gc.freeze()
 
-    def _encode(self, texts: list[str]) -> list[list[list[int]]]:
+    def _encode(self) -> list[list[list[int]]]:
         options, size = self.options, self.options.batch_size
         config = self._engine.model_config
         if self.target.random_weights:
             vocabulary = config.get_vocab_size()
             ids = prompt_source.random_ids(size, vocabulary, SEED)
         else:
-            if options.prompts is None:
-                texts = texts[:size]
-            ids = prompt_source.encode(texts, self._engine.get_tokenizer())
+            ids = prompt_source.encode(
+                prompt_source.TEXTS[:size], self._engine.get_tokenizer()
+            )
         if options.context is not None:
             ids = [prompt_source.to_length(prompt, options.context) for prompt in ids]
         longest = max(len(prompt) for prompt in ids) + options.max_tokens

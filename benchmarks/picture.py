@@ -133,7 +133,7 @@ def main() -> None:
         rows = layer.layout.runs.tolist()  # (place in a block, length) of each run
         own = [[at + i for at, n in runs for i in range(n)] for runs in rows]
         layers.append((layer.kv_cache, torch.tensor(own)))
-    (prompt,) = prompts.encode([prompts.read(None)[PROMPT]], engine.get_tokenizer())
+    (prompt,) = prompts.encode([prompts.TEXTS[PROMPT]], engine.get_tokenizer())
     nwor = play(engine, layers, prompt)
     if manager.shadow is None or manager.fallbacks:
         raise SystemExit(f"picture: mode stage did not run: {manager.fallbacks}")

@@ -175,24 +175,14 @@ def slot_bytes(line: Line) -> int:
     return of_layer * shape["num_hidden_layers"]
 
 
-def once_a_key(lines: Sequence[Line], *names: str) -> list[Line]:
-    """The first of the lines whose keys have the same values for these names."""
+def once(lines: Sequence[Line], *names: str) -> list[Line]:
+    """The first of the lines with the same values of these members of their keys or
+    arguments."""
     found: dict[tuple[object, ...], Line] = {}
     for line in lines:
-        found.setdefault(tuple(line["key"][name] for name in names), line)
-    return list(found.values())
-
-
-def once_an_engine(lines: Sequence[Line]) -> list[Line]:
-    """One for all batch sizes of an engine: that which has more in it."""
-    rows: dict[tuple[object, ...], Line] = {}
-    for line in lines:
-        args = line["arguments"]
-        sizes = (args[name] for name in ("max_num_seqs", "context", "block_size"))
-        engine = (device(line), line["key"]["vllm"], line["key"]["drafts"], *sizes)
-        if "true_off" in line or engine not in rows:
-            rows[engine] = line
-    return list(rows.values())
+        known = line["arguments"] | line["key"]
+        found.setdefault(tuple(known[name] for name in names), line)
+    return sorted(found.values(), key=lambda line: line["date"], reverse=True)
 
 
 # -- what NWOR costs -------------------------------------------------------------------

@@ -33,7 +33,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import ab, environment, prompts, records, report  # noqa: E402
+from benchmarks import ab, environment, records, report  # noqa: E402
 from benchmarks.arguments import MIN_PAIRS, BadArgument, Options, parse  # noqa: E402
 from benchmarks.engine import Engine, EngineFailed  # noqa: E402
 from benchmarks.files import recorded  # noqa: E402
@@ -129,7 +129,7 @@ def run_cell(cell: Cell, results: Path, seconds: float, batches: Sequence[int]) 
     for batch, asked in options.items():
         # The running engine serves the requests of these options.
         engine.options = asked
-        engine.waves = engine._encode(prompts.read(asked.prompts))
+        engine.waves = engine._encode()
         allowed = most_pairs(engine, asked, seconds)
         off = true_off if batch == first else None
         found = bench_vllm.compare(engine, asked, off, allowed)

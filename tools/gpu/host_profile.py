@@ -5,23 +5,20 @@
     python tools/gpu/host_profile.py CELL --json results/host_time.jsonl
 
 Serves the same requests on the engine of a cell of cells.yml, each time with other
-functions in place of the launches of a step:
+functions in place of a step's launches:
 
     unhooked   nothing: vLLM's own code
     stage      what NWOR does in mode stage
-    unstaged   the same with functions that do nothing: what Python takes
+    unstaged   the same with functions that do nothing: Python's share
     builtins   what it does in mode cow
-    unlaunched builtins, with functions that do nothing: what Python takes
+    unlaunched builtins, with functions that do nothing: Python's share
     add        torch's `x.add_(1)` at the same two places, for scale
 
-Also: how long a step of the engine takes with each (the mean of steps, each the median
-of its runs, which make the same batches); our kernels' time, with `stage` and
-`builtins`, by torch's profiler; and with `stage` every hook of ours, without what vLLM
-does inside of it, but with the timing of that. All hooks are in a step's way here; a
-server has the last of them (PrometheusStatLogger.record) in another process.
-
-In a tight loop each of these is several times faster: what a step runs is no longer in
-the processor's cache when its turn comes.
+Also: the duration of an engine's step with each (the mean of steps, each the median of
+its runs, which make the same batches); our kernels' time by torch's profiler; and with
+`stage` each of our hooks, without vLLM's own part. A server runs the last of the hooks
+(PrometheusStatLogger.record) in another process. In a tight loop each of these is
+several times faster: between two steps its code leaves the CPU's caches.
 
 Exit status: 0 done; 1 vLLM does not run; 2 a bad argument.
 """
@@ -64,7 +61,7 @@ class HookTimes:
         self.ns: dict[str, list[int]] = {}
 
     def watch(self) -> None:
-        """Call before vLLM is imported: it is then that hooks are installed."""
+        """Call before vLLM is imported, which installs the hooks."""
         from vllm_nwor.hooks import _wrap
 
         make = _wrap._hooked
@@ -115,23 +112,21 @@ class HookTimes:
         }
 
 
-class Launches:
-    """What a manager calls to begin, and to commit, in each way: for the shadow blocks
-    and for the undo log."""
+def replaceable(manager: Any) -> Callable[[StandIn], None]:
+    """A function that puts another one in the place of all launches of a manager, for
+    shadow blocks and for the undo log; None restores them."""
+    ways = [(w, w.begins, w.commits) for w in (manager.shadow, manager.undo_log)]
 
-    def __init__(self, manager: Any) -> None:
-        ways = manager.shadow, manager.undo_log
-        self.ways = [(way, way.begins, way.commits) for way in ways]
-
-    def replace(self, stand_in: StandIn) -> None:
-        """Puts a function in the place of all; None: all are themselves again."""
-        for way, begins, commits in self.ways:
+    def replace(stand_in: StandIn) -> None:
+        for way, begins, commits in ways:
             way.begins = [(group, stand_in or launch) for group, launch in begins]
             way.commits = [stand_in or launch for launch in commits]
 
+    return replace
+
 
 def kinds_of_launches(device: Any) -> dict[str, tuple[ab.Arm, StandIn]]:
-    """What is run, and what is in the place of its launches, by name."""
+    """By name, the arm that is run and what replaces its launches."""
     import torch
 
     number = torch.zeros(1, device=device)
@@ -175,7 +170,7 @@ def spread(microseconds: Sequence[float]) -> dict[str, float]:
 
 
 def profile(cell: bench.Cell, rounds: int) -> dict[str, Any]:
-    """Runs all kinds `rounds` times; times by kind, and what they were measured on."""
+    """Runs all kinds `rounds` times; the result's line."""
     options = parse(cell.arguments(BATCH))
     on = device_for(options)
     prepare_process(options, on)
@@ -185,23 +180,22 @@ def profile(cell: bench.Cell, rounds: int) -> dict[str, Any]:
     manager = engine.rpc(lambda worker: worker.model_runner.nwor_state.manager)
     if manager.shadow is None:
         raise EngineFailed(f"mode stage did not start: {engine.why_not()}")
-    launches, kinds = Launches(manager), kinds_of_launches(manager.device)
+    replace, kinds = replaceable(manager), kinds_of_launches(manager.device)
     (staged, _), (logged, _) = kinds[STAGE], kinds["builtins"]
-    # Microseconds of begin and of commit, one a step.
+    # Microseconds of begin and of commit, one a step; seconds of the steps of each run.
     times: dict[str, list[list[float]]] = {kind: [[], []] for kind in kinds}
     step_s: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
     engine.run(staged)
     for number in range(rounds):
         for kind in list(kinds)[:: 1 if number % 2 == 0 else -1]:
             arm, stand_in = kinds[kind]
-            launches.replace(stand_in)
+            replace(stand_in)
             step_s[kind].append(engine.run(arm).step_s)
-            timed = engine.run(arm, times=True).nwor if arm.hooked else None
-            if timed is not None:
+            if arm.hooked and (timed := engine.run(arm, times=True).nwor):
                 times[kind][0] += timed.begin_us
                 times[kind][1] += timed.commit_us
             print(f"{kind:10} of round {number + 1} done", flush=True)
-    launches.replace(None)
+    replace(None)
     hooks.on = True
     num_steps = sum(len(engine.run(staged).step_s) for _ in range(rounds))
     hooks.on = False
