@@ -188,7 +188,7 @@ def base_result(
     """What all modes' results have in common, without what was measured."""
     found = engine.report()
     left_out = ("json", "model", "draft_model")
-    lengths = [len(ids) for wave in engine.waves for ids in wave]
+    lengths = list(map(len, engine.prompts))
     return {
         "key": key_of(options, argv, about),
         **about,

@@ -44,10 +44,3 @@ def random_ids(num_prompts: int, vocab_size: int, seed: int) -> list[list[int]]:
 def to_length(ids: Sequence[int], length: int) -> list[int]:
     """The first `length` ids of `ids` repeated without end."""
     return list(itertools.islice(itertools.cycle(ids), length))
-
-
-def fill(prompts: Sequence[list[int]], batch_size: int) -> list[list[int]]:
-    """At least one whole batch: the prompts, from the start again as often as needed,
-    up to the next multiple of `batch_size`, so that every wave is full."""
-    waves = -(-len(prompts) // batch_size)
-    return list(itertools.islice(itertools.cycle(prompts), waves * batch_size))

@@ -44,7 +44,7 @@ def make_run(active: bool, seconds: float = 1.0, tokens=TOKENS) -> Run:
     return Run(
         outputs=[list(ids) for ids in tokens],
         step_s=[seconds / 2, seconds / 2],
-        spans=[(0, 1), (0, 2)],
+        num_steps=[1, 2],
         drafts=drafts | {"accepted_per_position": [5, 4, 2, 1]},
         nwor=NworDone(COUNTS, [10.0, 30.0], [5.0, 15.0]) if active else None,
     )
@@ -72,11 +72,11 @@ def engine(monkeypatch, tmp_path):
 
     group = {"group": 0, "requested": "stage", "resolved": "cow", "reason": "why"}
     found = {"kv_blocks": 64, "groups": [group], "fallbacks": {}}
-    target, waves = settings.Model("somewhere", "fake-model", False), [[[1, 2], [3, 4]]]
-    engine = Mock(spec=Engine, target=target, drafter=None, waves=waves, start_s=0.1)
+    target, ids = settings.Model("somewhere", "fake-model", False), [[1, 2], [3, 4]]
+    engine = Mock(spec=Engine, target=target, drafter=None, prompts=ids, start_s=0.1)
     engine.run.side_effect = lambda *arms, times=False: make_run(arms[0].hooked)
     engine.report.return_value = found | {"log_bytes_per_draft": 9, "log_bytes": 99}
-    engine._encode.return_value = waves
+    engine.encode.return_value = ids
     processes = SimpleNamespace(run=run_off, DEVNULL=None)
     monkeypatch.setattr(bench_vllm, "subprocess", processes)
     monkeypatch.setattr(bench_vllm, "find_models", lambda options: None)
@@ -178,8 +178,8 @@ def test_each_arm_makes_every_step_of_a_round_once():
         slow = 1 + (len(ran) > 3 + 4)
         of_step = [arms[n // ab.TURN_STEPS % len(arms)] for n in range(num_steps)]
         step_s = [slow * cost[arm.name] * 2.0**n for n, arm in enumerate(of_step)]
-        spans = [(0, 3), (0, num_steps)]
-        return replace(make_run(False), step_s=step_s, spans=spans)
+        ends = [3, num_steps]
+        return replace(make_run(False), step_s=step_s, num_steps=ends)
 
     arms = [ab.UNHOOKED, *(ab.Arm(name, hooked=True) for name in ("cow", "stage"))]
     pairs = ab.compare(run, arms, 2, None, 2, lambda what: None)

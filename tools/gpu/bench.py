@@ -129,7 +129,7 @@ def run_cell(cell: Cell, results: Path, seconds: float, batches: Sequence[int]) 
     for batch, asked in options.items():
         # The running engine serves the requests of these options.
         engine.options = asked
-        engine.waves = engine._encode()
+        engine.prompts = engine.encode()
         allowed = most_pairs(engine, asked, seconds)
         off = true_off if batch == first else None
         found = bench_vllm.compare(engine, asked, off, allowed)
