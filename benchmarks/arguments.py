@@ -114,7 +114,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("repeats", f"{text} the other modes ({DEFAULT_RUNS})", whole(1))
     text = "synthetic rejection sampling: the share of windows that accept each draft"
     add("acceptance", f"{text} position, as in 0.8,0.6,0.4,0.2 (GPU only)", rates)
-    choose("device", ("auto", "cpu", "cuda"), "auto", "what vLLM must be built for")
     add("json", "append what was measured to this file, as a line", Path)
     text = "in compare, add pairs until all 90 %% intervals reach no farther than this"
     text += " from their medians, for example 0.005, or --max-pairs is reached"

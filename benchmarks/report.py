@@ -69,23 +69,6 @@ def loss(ratio: float) -> str:
     return f"{round(100 - 100 * ratio, 1) + 0.0:.1f}"
 
 
-def alike(acceptance: dict[str, Any]) -> Iterator[tuple[str, int, float]]:
-    """How often the draft at each position was accepted, and of how many windows;
-    neighbours with the same count share a line: "1 to 3"."""
-    counts = acceptance["accepted_per_position"], acceptance["per_position"]
-    first = 1
-    for (count, share), group in itertools.groupby(zip(*counts, strict=True)):
-        last = first + len(list(group)) - 1
-        yield " to ".join(map(str, sorted({first, last}))), count, share
-        first = last + 1
-
-
-def speed(side: dict[str, float]) -> str:
-    """Tokens a second and latency, four cells."""
-    latencies = f"{side['latency_s_median']:.3f} s | {side['latency_s_p95']:.3f} s"
-    return f"{side['tokens_per_second']:.1f} | {latencies} | {side['num_runs']:.0f}"
-
-
 # -- of any line -----------------------------------------------------------------------
 
 

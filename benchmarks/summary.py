@@ -138,11 +138,6 @@ def of_runs(
     }
 
 
-def tested(result: dict[str, Any]) -> list[str]:
-    """The names of what a comparison tested against its baseline."""
-    return [name for name in result["summary"]["ratio"] if name != CONTROL]
-
-
 def conclusion(name: str, ratio: dict[str, float], control: dict[str, float]) -> str:
     """What a comparison says in one sentence: the share of throughput that an arm costs
     (less than nothing: it is faster), and how far the control's interval, of the same
