@@ -131,10 +131,10 @@ class Engine:
         )
 
     def _switch(self, arm: Arm, times: bool) -> None:
-        """Hooks as `arm` has them, from the other state: whatever ran before, Python
-        has to look up anew in the same classes, so that all turns start alike."""
+        """Sets the hooks as `arm` has them, from the other state, which invalidates
+        Python's lookup caches of the same classes: all turns start alike."""
         if self.options.nwor_mode == "off" and not self.options.audits:
-            return  # never loaded: there is nothing to take off
+            return  # never loaded: there are no hooks
         from vllm_nwor.hooks import _wrap
 
         for hooked in (not arm.hooked, arm.hooked):

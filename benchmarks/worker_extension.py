@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """NworWorkerExtension: methods for benches and tests, called by `collective_rpc`.
 
-Give vLLM `worker_extension_cls="benchmarks.worker_extension.NworWorkerExtension"`, and
-call them between steps. In mode `off`, too, where they say that there is no manager.
+Start vLLM with `worker_extension_cls` set to this class, and call the methods between
+steps. They work in mode `off`, too, where there is no manager.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ if TYPE_CHECKING:
 
 
 class TimedManager:
-    """A manager, and the host time of each of its begins and commits in nanoseconds.
-    What stage takes belongs to the step's begin. A look at the clock costs a step some
-    microseconds itself.
-
-    To be put into the manager's place. (To replace methods of the manager itself would
-    make it slower: Python then keeps its attributes in a dictionary.)
+    """Takes a manager's place and keeps the host time of each begin and commit in
+    nanoseconds; stage counts as part of begin. Reading the clock costs a step some
+    microseconds. (Replacing the manager's own methods would make it slower: Python then
+    keeps its attributes in a dictionary.)
     """
 
     def __init__(self, manager: DraftCommitManager) -> None:
@@ -32,7 +30,7 @@ class TimedManager:
         clock = time.perf_counter_ns
         stage_ns = 0
 
-        # Between two looks at the clock is the call alone: all else is in no cache.
+        # Only the call is between two reads of the clock.
         def on_stage(windows: Any) -> bool:
             nonlocal stage_ns
             started = clock()
@@ -72,10 +70,10 @@ class NworWorkerExtension:
     def nwor_set_hooked(
         self, hooked: bool, stages: bool = True, times: bool = False
     ) -> bool:
-        """Puts NWOR's hooks on vLLM again (True), or takes them all off (False), in
-        this process, so that vLLM runs nothing but its own code: scheduler and front
-        end are here with VLLM_ENABLE_V1_MULTIPROCESSING=0 and one worker only. Returns
-        whether NWOR protects anything here now.
+        """Installs NWOR's hooks in this process again (True), or removes them all
+        (False), so that vLLM runs only its own code. Scheduler and front end are in
+        this process with VLLM_ENABLE_V1_MULTIPROCESSING=0 and one worker. Returns
+        whether NWOR protects anything now.
 
         stages: uses shadow blocks where there are some, or else logs all groups.
         times: keeps host times.
@@ -99,7 +97,7 @@ class NworWorkerExtension:
                 self.nwor_timed = TimedManager(manager)
                 self.nwor_shadow = manager.shadow
             manager.shadow = self.nwor_shadow if stages else None
-            # Steps without hooks were steps all the same.
+            # The steps without hooks count as steps, too.
             manager.start_step()
             state = self.model_runner.nwor_state
             state.manager = self.nwor_timed if times else manager
@@ -107,14 +105,13 @@ class NworWorkerExtension:
         return hooked
 
     def nwor_set_audit(self, mib: int) -> None:
-        """Has the KV audit begin anew, and compare `mib` MiB of the caches in a step.
-        Between requests, after nwor_set_hooked(True)."""
+        """Restarts the KV audit with a budget of `mib` MiB a step. Call it between
+        requests, after nwor_set_hooked(True)."""
         self.model_runner.nwor_audit.audit.restart(mib << 20)
 
     def nwor_reseed(self, seed: int) -> None:
-        """Seeds every generator that a step may draw from: Python's, numpy's, and
-        torch's on the CPU and on all GPUs. Requests' own generators are seeded by
-        their sampling parameters."""
+        """Seeds Python's, numpy's and torch's generators. Requests have their own, seeded
+        by sampling parameters."""
         import numpy
         import torch
 
@@ -123,9 +120,7 @@ class NworWorkerExtension:
         torch.manual_seed(seed)
 
     def nwor_report(self) -> dict[str, Any]:
-        """What NWOR has done here so far, as plain values.
-
-        Waits for the device, because the counters are read from it.
+        """NWOR's state and counters as plain values. Waits for the device.
 
         Returns:
             kv_blocks: blocks of the KV cache that requests can have, in every mode:
@@ -161,7 +156,7 @@ def _manager(runner: Any) -> DraftCommitManager | None:
 
 
 def _num_blocks(config: Any) -> int:
-    """Those that the scheduler has: the workers' caches have shadow blocks besides."""
+    """The blocks that the scheduler has; workers' caches also have shadow blocks."""
     reserved = getattr(config, "nwor_shadow", None)
     regions = reserved.values() if isinstance(reserved, dict) else ()
     return min((one.num_real_blocks for one in regions), default=config.num_blocks)

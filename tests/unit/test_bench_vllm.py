@@ -238,7 +238,7 @@ FINE = make_run(True)
 CHANGED = make_run(True, tokens=[[11, 12, 13], [21, 22, 99, 24]])
 SHORTER = make_run(True, tokens=[[11, 12, 13], [21, 22]])
 DIFFER = "no speed is printed, outputs differ: request 1 differs at output token 2: "
-# Arguments, runs, exit status and what is said.
+# Arguments, runs, exit status and message.
 NO_RESULT = [
     (
         *("--no-true-off", [*[FINE] * 6, CHANGED], 1),
@@ -299,7 +299,7 @@ def test_a_result_has_rounded_floats_and_no_folder_of_the_machine():
     }
 
 
-# --- the worker extension, beside what tests/integration/test_stats_inprocess.py shows
+# --- the worker extension (more in tests/integration/test_stats_inprocess.py)
 
 
 def test_host_times_have_one_begin_for_stage_and_begin(monkeypatch):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU tests' own parts, as far as no engine is needed: that the matrix covers what
-it claims, that the byte oracle sees what it must on a V2 runner made up here, and that
-an engine which hangs or dies does not take the others with it.
-tests/integration/test_gpu_harness.py has a real engine, on V1, and verdicts.
+"""Parts of the GPU tests that need no engine: the matrix covers every pair, the byte
+oracle reports each kind of violation on a V2 runner made up here, and an engine that
+hangs or dies does not stop the others. tests/integration/test_gpu_harness.py has real
+engines, on V1, and verdicts.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def test_oracle_reports_vanilla_and_numbers_that_do_not_add_up(runner):
         ("log", "target.0", 13, "unmapped write"),
     ],
 )
-def test_oracle_reports_a_write_that_nobody_ordered(runner, when, layer, slot, kind):
+def test_oracle_reports_an_unexpected_write(runner, when, layer, slot, kind):
     plain = getattr(runner, when)
 
     def too_much():

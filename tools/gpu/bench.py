@@ -93,7 +93,7 @@ BUDGETED = tuple(cell.name for cell in CELLS[:5])
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """Of a program with this docstring, whose argument CELL is a name in BY_NAME."""
+    """The parser of a program with this docstring; CELL is a name in BY_NAME."""
     made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     text = ", ".join(BY_NAME)
     made.add_argument("cell", choices=BY_NAME, metavar="CELL", help=text)

@@ -71,7 +71,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--speculative-config", help="JSON for vllm serve, as it takes it")
     add("--api-server-count", type=count, default=2, help="API servers")
     add("--minutes", type=above_0, default=10, help="length of the load")
-    text = "go on until the KV audit has looked at so many, up to 4 times as long"
+    text = "extend the load until the KV audit has checked so many, up to 4 times"
     add("--audited-steps", type=whole(0), default=0, help=text)
     add("--concurrency", type=count, default=12, help="requests at a time")
     add("--seed", type=int, default=0, help="of the load")
@@ -79,7 +79,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--vocab-size", type=whole(2), help=text)
     text = "a kind of request that is not made"
     add("--without", choices=sorted(WEIGHTS), help=text)
-    text = "the fixed request: beside the load, or in pauses of it"
+    text = "the fixed request: during the load, or in pauses of it"
     add("--probe", choices=("loaded", "quiet"), default="loaded", help=text)
     add("--probe-seconds", type=above_0, default=5, help="between two probes")
     add("--sample-seconds", type=above_0, default=5, help="between memory samples")
