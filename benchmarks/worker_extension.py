@@ -110,8 +110,8 @@ class NworWorkerExtension:
         self.model_runner.nwor_audit.audit.restart(mib << 20)
 
     def nwor_reseed(self, seed: int) -> None:
-        """Seeds Python's, numpy's and torch's generators. Requests have their own, seeded
-        by sampling parameters."""
+        """Seeds the generators of Python, numpy and torch. Those of requests are seeded
+        by their sampling parameters."""
         import numpy
         import torch
 

@@ -4,21 +4,13 @@
 
     python tools/gpu/host_profile.py CELL --json results/host_time.jsonl
 
-Serves the same requests on the engine of a cell of cells.yml, each time with other
-functions in place of a step's launches:
-
-    unhooked   nothing: vLLM's own code
-    stage      what NWOR does in mode stage
-    unstaged   the same with functions that do nothing: Python's share
-    builtins   what it does in mode cow
-    unlaunched builtins, with functions that do nothing: Python's share
-    add        torch's `x.add_(1)` at the same two places, for scale
-
-Also: the duration of an engine's step with each (the mean of steps, each the median of
-its runs, which make the same batches); our kernels' time by torch's profiler; and with
-`stage` each of our hooks, without vLLM's own part. A server runs the last of the hooks
-(PrometheusStatLogger.record) in another process. In a tight loop each of these is
-several times faster: between two steps its code leaves the CPU's caches.
+Serves the same requests on the engine of a cell of cells.yml: unhooked (vLLM's own
+code), in mode `stage`, and in mode `cow`. Measures begin and commit of each step; the
+duration of an engine's step (the mean of steps, each the median of its runs, which make
+the same batches); our kernels' time by torch's profiler; and with `stage` each of our
+hooks, without vLLM's own part. A server runs the last of the hooks
+(PrometheusStatLogger.record) in another process. In a tight loop all of it is several
+times faster: between two steps its code leaves the CPU's caches.
 
 Exit status: 0 done; 1 vLLM does not run; 2 a bad argument.
 """
@@ -45,8 +37,12 @@ from benchmarks.settings import device_for, leave, prepare_process  # noqa: E402
 
 from tools.gpu import bench  # noqa: E402
 
-STAGE = "stage"
-StandIn = Callable[..., object] | None
+# The baseline has no begin and no commit.
+ARMS = (
+    ab.UNHOOKED,
+    ab.Arm("stage", hooked=True),
+    ab.Arm("cow", hooked=True, stages=False),
+)
 BATCH = 16
 # As the profiler names them, with their signature.
 OUR_KERNEL = re.compile(r"nwor::.*?(\w+)_kernel\b")
@@ -112,36 +108,6 @@ class HookTimes:
         }
 
 
-def replaceable(manager: Any) -> Callable[[StandIn], None]:
-    """A function that puts another one in the place of all launches of a manager, for
-    shadow blocks and for the undo log; None restores them."""
-    ways = [(w, w.begins, w.commits) for w in (manager.shadow, manager.undo_log)]
-
-    def replace(stand_in: StandIn) -> None:
-        for way, begins, commits in ways:
-            way.begins = [(group, stand_in or launch) for group, launch in begins]
-            way.commits = [stand_in or launch for launch in commits]
-
-    return replace
-
-
-def kinds_of_launches(device: Any) -> dict[str, tuple[ab.Arm, StandIn]]:
-    """By name, the arm that is run and what replaces its launches."""
-    import torch
-
-    number = torch.zeros(1, device=device)
-    staged = ab.Arm(STAGE, hooked=True)
-    logged = ab.Arm("cow", hooked=True, stages=False)
-    return {
-        ab.UNHOOKED.name: (ab.UNHOOKED, None),
-        STAGE: (staged, None),
-        "unstaged": (staged, lambda *_: None),
-        "builtins": (logged, None),
-        "unlaunched": (logged, lambda *_: None),
-        "add": (logged, lambda *_: number.add_(1)),
-    }
-
-
 def kernel_times(engine: Engine, arm: ab.Arm) -> dict[str, dict[str, float]]:
     """Of each kernel of this library that a run launches: median microseconds on the
     device, and launches."""
@@ -170,32 +136,27 @@ def spread(microseconds: Sequence[float]) -> dict[str, float]:
 
 
 def profile(cell: bench.Cell, rounds: int) -> dict[str, Any]:
-    """Runs all kinds `rounds` times; the result's line."""
+    """Runs all ARMS `rounds` times; the result's line."""
     options = parse(cell.arguments(BATCH))
     on = device_for(options)
     prepare_process(options, on)
     hooks = HookTimes()
     hooks.watch()
     engine = Engine(options, on)
-    manager = engine.rpc(lambda worker: worker.model_runner.nwor_state.manager)
-    if manager.shadow is None:
+    if engine.rpc(lambda worker: worker.model_runner.nwor_state.manager).shadow is None:
         raise EngineFailed(f"mode stage did not start: {engine.why_not()}")
-    replace, kinds = replaceable(manager), kinds_of_launches(manager.device)
-    (staged, _), (logged, _) = kinds[STAGE], kinds["builtins"]
+    _, staged, logged = ARMS
     # Microseconds of begin and of commit, one a step; seconds of the steps of each run.
-    times: dict[str, list[list[float]]] = {kind: [[], []] for kind in kinds}
-    step_s: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
+    times: dict[str, list[list[float]]] = {arm.name: [[], []] for arm in ARMS}
+    step_s: dict[str, list[list[float]]] = {arm.name: [] for arm in ARMS}
     engine.run(staged)
     for number in range(rounds):
-        for kind in list(kinds)[:: 1 if number % 2 == 0 else -1]:
-            arm, stand_in = kinds[kind]
-            replace(stand_in)
-            step_s[kind].append(engine.run(arm).step_s)
+        for arm in ARMS[:: 1 if number % 2 == 0 else -1]:
+            step_s[arm.name].append(engine.run(arm).step_s)
             if arm.hooked and (timed := engine.run(arm, times=True).nwor):
-                times[kind][0] += timed.begin_us
-                times[kind][1] += timed.commit_us
-            print(f"{kind:10} of round {number + 1} done", flush=True)
-    replace(None)
+                times[arm.name][0] += timed.begin_us
+                times[arm.name][1] += timed.commit_us
+            print(f"{arm.name:10} of round {number + 1} done", flush=True)
     hooks.on = True
     num_steps = sum(len(engine.run(staged).step_s) for _ in range(rounds))
     hooks.on = False
@@ -208,7 +169,7 @@ def profile(cell: bench.Cell, rounds: int) -> dict[str, Any]:
         "hooks": hooks.result(num_steps),
         "kernels_us": {
             "stage": kernel_times(engine, staged),
-            "builtins": kernel_times(engine, logged),
+            "cow": kernel_times(engine, logged),
         },
         "step_us": {
             kind: 1e6 * statistics.mean(map(statistics.median, zip(*of, strict=True)))
@@ -229,7 +190,7 @@ def profile(cell: bench.Cell, rounds: int) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = bench.parser_of(__doc__)
     parser.add_argument("--json", type=Path, required=True, help="file to append to")
-    parser.add_argument("--rounds", type=whole(1), default=4, help="of all kinds (4)")
+    parser.add_argument("--rounds", type=whole(1), default=4, help="of all arms (4)")
     arguments = parser.parse_args(argv)
     cell = bench.BY_NAME[arguments.cell]
 

@@ -135,8 +135,8 @@ def settle(url: str, model: str, prompt: Any, seconds: float) -> dict[str, Any]:
     """Waits until nothing runs and two readings of the counters agree; returns the
     last reading, whatever it says, after at most so many seconds.
 
-    vLLM writes its gauges at the end of a step, and there may be no step after an abort:
-    a short request precedes each reading.
+    vLLM writes its gauges at the end of a step, and after an abort there may be none.
+    So a short request precedes each reading.
     """
     deadline = time.monotonic() + seconds
     body = {"model": model, "prompt": prompt, "max_tokens": 2, "temperature": 0}
