@@ -2,7 +2,7 @@
 # activated first. The tools in tools/ do the work and say what they do.
 
 PYTHON ?= python3
-# What `make bench`, `make soak` and `make reach` write: RESULTS=results to renew the committed files.
+# What `make bench`, `make soak` and `make reach` append to: RESULTS=results for the committed files.
 RESULTS ?= bench-out
 # More arguments for pytest (make test), bench_vllm.py (make bench) and so on.
 ARGS ?=
@@ -42,9 +42,9 @@ help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) \
 		| sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
-bench: models ## compare speed and outputs with NWOR off and on; writes bench-out/
+bench: models ## compare speed and outputs with NWOR off and on; appends to bench-out/
 	@mkdir -p $(RESULTS)
-	$(PY) bench_vllm.py --repeats 25 --json $(RESULTS)/bench_cpu.json $(ARGS)
+	$(PY) bench_vllm.py --repeats 25 --json $(RESULTS)/throughput.jsonl $(ARGS)
 
 picture: models ## draw docs/picture.png anew, from a real run of one prompt
 	$(PY) -m benchmarks.picture
@@ -58,8 +58,8 @@ test: models ## run the tests; ARGS="-k name" for some of them
 
 # Few KV blocks, so that requests are preempted, too: 40, and shadow blocks for all of
 # them. The caches that oneDNN and torch keep for each batch size, and what glibc holds
-# back, grow all through such a run (results/soak_cpu_off.json): they are bounded, so
-# that a leak can be seen. The KV audit compares everything; the load goes on, up to
+# back, grow all through such a run (results/README.md): they are bounded, so that a
+# leak can be seen. The KV audit compares everything; the load goes on, up to
 # four times as long, until it has looked at 10,000 steps.
 SOAK_SERVE_ARGS := --served-model-name $(MODEL) --enforce-eager --max-model-len 1024 \
 	--max-num-seqs 16 --block-size 32 --num-gpu-blocks-override 72
@@ -70,7 +70,7 @@ soak: models ## serve a mixed load for MINUTES (10) with NWOR on, and check all 
 	@mkdir -p $(RESULTS)
 	$(PY) tools/soak/soak.py \
 		--model "$$($(PY) tools/setup/make_models.py --path $(MODEL))" \
-		--minutes $(or $(MINUTES),10) --audited-steps 10000 --json $(RESULTS)/soak_cpu.json \
+		--minutes $(or $(MINUTES),10) --audited-steps 10000 --json $(RESULTS)/soak.jsonl \
 		--speculative-config '$(SPECULATION)' --serve-args '$(SOAK_SERVE_ARGS)' \
 		$(SOAK_ENV:%=--env %) $(ARGS)
 
@@ -78,7 +78,7 @@ soak: models ## serve a mixed load for MINUTES (10) with NWOR on, and check all 
 nightly: models ## what takes too long for make test: faults, simulation, random engines
 	@mkdir -p $(RESULTS)
 	$(PY) -m tests.simulation --operations 1000000 --seat-steps 10000000 \
-		--json $(RESULTS)/simulation.json --seed $(or $(SEED),$(shell date +%s))
+		--json $(RESULTS)/simulation.jsonl --seed $(or $(SEED),$(shell date +%s))
 	$(PY) -m pytest -m nightly $(ARGS)
 	$(MAKE) test-oldest
 

@@ -3,7 +3,7 @@
 """Bytes per second of log and restore, against the device's own copy of as many bytes.
 
     python bench_kernels.py --device cuda
-    python bench_kernels.py --device cpu --max-kib 4096 --json bench-out/kernels.json
+    python bench_kernels.py --device cpu --max-kib 4096 --json bench-out/kernels.jsonl
 
 Rates count bytes read and bytes written. Warm-up is not counted, the operations take
 turns within a sample, and the spread is that of the samples (10th to 90th percentile).
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import shlex
 import statistics
 import sys
@@ -32,9 +33,8 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
-from benchmarks import environment, report
+from benchmarks import environment, records, report
 from benchmarks.arguments import whole
-from benchmarks.files import json_text, write_json
 from torch import Tensor
 
 from vllm_nwor import ops
@@ -212,7 +212,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     text = "most KiB that a launch copies; default 524288, on the CPU 16384"
     parser.add_argument("--max-kib", type=whole(MIN_KIB), help=text)
     parser.add_argument("--samples", type=whole(3), help="default 40, on the CPU 15")
-    text = "where to write, whole or not at all"
+    text = "file to which a line with what was measured is appended"
     parser.add_argument("--json", type=Path, help=text)
     options = parser.parse_args(arguments)
     options.max_kib = options.max_kib or DEFAULT_MAX_KIB[options.device]
@@ -280,20 +280,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         ops.load(options.device)
-        found: dict[str, Any] = {
-            "kind": "bench_kernels",
-            "command": shlex.join(["python", PROGRAM, *arguments]),
-            "environment": environment.describe(options.device, ROOT),
-            "warnings": environment.warnings(options.device),
-        }
-        print(json_text({name: found[name] for name in ("environment", "warnings")}))
+        found = environment.describe(options.device, ROOT)
+        found["command"] = shlex.join(["python", PROGRAM, *arguments])
+        found["warnings"] = environment.warnings(options.device)
+        print(json.dumps(found, indent=1))
+        machine = found["machine"]
+        found["key"] = {"device": machine.get("gpu", machine["cpu"])}
         found |= measure(options)
     except (ops.NworOpsUnavailable, CheckFailed) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
+    print(report.rendered("kernels", [found]))
     if options.json:
-        write_json(options.json, found)
-    print(report.rendered("kernels", result=found))
+        records.append(options.json, found)
     return 0
 
 

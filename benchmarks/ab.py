@@ -87,14 +87,13 @@ class Run:
     """One run of all requests.
 
     outputs: token ids of each request, in request order. step_s: duration of each
-    engine step, of all waves. spans: of each request, the first of its wave's steps and
-    the one after that in which it finished. drafts: what vLLM's own counters say:
-    windows, drafted, accepted, accepted_per_position.
+    engine step. num_steps: of each request, until it finished. drafts: vLLM's own
+    counters: windows, drafted, accepted, accepted_per_position.
     """
 
     outputs: list[list[int]]
     step_s: list[float]
-    spans: list[tuple[int, int]]
+    num_steps: list[int]
     drafts: dict[str, Any]
     nwor: NworDone | None
 
@@ -106,13 +105,13 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Sum over the waves, from a wave's first step to its last."""
+        """From the first step to the last."""
         return sum(self.step_s)
 
     @property
     def latency_s(self) -> list[float]:
-        """Of each request, from its wave's first step until it finished."""
-        return [sum(self.step_s[first:end]) for first, end in self.spans]
+        """Of each request, from the first step until it finished."""
+        return [sum(self.step_s[:end]) for end in self.num_steps]
 
     @property
     def num_tokens(self) -> int:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line of bench_vllm.py: its arguments, their defaults and their rules.
 
-Everything that can be judged without vLLM is judged here, before anything is loaded or
-written. A refusal is one sentence that names the argument, the value and what is
-allowed; the process then ends with exit status 2.
+Everything that can be checked without vLLM is checked here, before anything is loaded
+or written. An error names the argument, the value and what is allowed; exit status 2.
 """
 
 from __future__ import annotations
@@ -17,15 +16,14 @@ from typing import Any, NoReturn
 
 PROGRAM = "bench_vllm.py"
 COMPARE = "compare"
-MODES = ("off", "nwor", "stage", "cow", COMPARE)
+MODES = ("off", COMPARE)
+AGAINST = ("nwor", "stage", "cow", "audit")
 METHODS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix", "mtp")
 METHODS_WITH_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator")
-# What means something in mode compare alone: attribute, whether a value follows it.
-COMPARE_ONLY = {"against": True, "pairs_until_ci": True, "true_off": False}
-AGAINST = ("nwor", "stage", "cow", "audit")
-METHODS = (*METHODS_WITHOUT_MODEL, *METHODS_WITH_MODEL)
-MIN_PAIRS = 7
-DEFAULT_RUNS = 3
+# Arguments of mode compare alone, and how many values follow each.
+COMPARE_ONLY = {"--against": 1, "--pairs-until-ci": 1}
+COMPARE_ONLY |= {"--true-off": 0, "--no-true-off": 0}
+MIN_PAIRS, DEFAULT_RUNS = 7, 3
 
 
 class BadArgument(Exception):
@@ -33,7 +31,7 @@ class BadArgument(Exception):
 
 
 class Options(argparse.Namespace):
-    """The command line, checked. `--help` says what each argument means."""
+    """The checked command line. `--help` describes each argument."""
 
     @property
     def nwor_mode(self) -> str:
@@ -43,7 +41,7 @@ class Options(argparse.Namespace):
 
     @property
     def audits(self) -> bool:
-        """Whether the KV audit is what is measured."""
+        """Whether the KV audit is measured."""
         return bool(self.mode == COMPARE and self.against == "audit")
 
 
@@ -57,8 +55,7 @@ class _Parser(argparse.ArgumentParser):
 def rule(
     convert: Callable[[str], Any], holds: Callable[[Any], bool], allowed: str
 ) -> Callable[[str], Any]:
-    """A `type=`: what `convert` makes of the text; refused if that raises ValueError,
-    or `holds` is not true of it."""
+    """A `type=` for argparse: the converted text, if `holds` is true of it."""
 
     def check(text: str) -> Any:
         try:
@@ -67,9 +64,7 @@ def rule(
                 return value
         except ValueError:
             pass
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not allowed; allowed values: {allowed}"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: {allowed}")
 
     return check
 
@@ -87,47 +82,39 @@ def positive(high: float) -> Callable[[str], float]:
 rates = rule(
     lambda text: tuple(map(float, text.split(","))),
     lambda found: all(a >= b for a, b in itertools.pairwise((1.0, *found, 0.0))),
-    "one number from 0 to 1 for each draft position, separated by commas, none above "
-    "the one before it",
+    "a number from 0 to 1 for each draft position, with commas, none above its left",
 )
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser; `parse` adds the rules that concern several arguments."""
-    parser = _Parser(
-        prog=PROGRAM,
-        allow_abbrev=False,
-        description="Speculative decoding with and without NWOR on real vLLM. Without "
-        "arguments: nwor against an unhooked engine, SmolLM2, built-in prompts.",
-    )
+    text = "Speculative decoding with and without NWOR on real vLLM. Without arguments:"
+    text += " nwor against an unhooked engine, SmolLM2, built-in prompts."
+    parser = _Parser(prog=PROGRAM, allow_abbrev=False, description=text)
 
     def add(name: str, help: str, type: Any = str, default: Any = None) -> None:
         parser.add_argument(f"--{name}", type=type, default=default, help=help)
 
-    def choose(name: str, choices: Sequence[str], default: str, help: str) -> None:
-        text = f"{help}: {', '.join(choices)} ({default})"
-        parser.add_argument(
-            f"--{name}", choices=choices, default=default, help=text, metavar="NAME"
-        )
+    def choose(name: str, choices: Sequence[str], default: Any, help: str) -> None:
+        options = {"choices": choices, "default": default, "metavar": "NAME"}
+        text = f"{help}: {', '.join(choices)} ({default or 'nwor'})"
+        parser.add_argument(f"--{name}", help=text, **options)
 
-    choose("mode", MODES, COMPARE, "nwor is stage; compare is --against with no hooks")
-    text = f"what compare tests: {', '.join(AGAINST)} (nwor); audit: alone, twice"
-    parser.add_argument("--against", choices=AGAINST, help=text, metavar="NAME")
+    choose("mode", MODES, COMPARE, "off never loads NWOR")
+    choose("against", AGAINST, None, "what compare tests; nwor is stage")
     add("batch-size", "requests at a time (4)", whole(1), 4)
     add("num-speculative-tokens", "drafts a step (4)", whole(1), 4)
-    choose("method", METHODS, "ngram", "what makes the drafts")
+    methods = METHODS_WITHOUT_MODEL + METHODS_WITH_MODEL
+    choose("method", methods, "ngram", "what makes the drafts")
     text = "target: a directory, a Hugging Face name, or shape:NAME for random weights"
     add("model", f"{text} (converted SmolLM2-135M-Instruct)")
     add("draft-model", "the drafter's model, named as --model is")
-    text = "a JSON file, a list of strings; built-in ones by default"
-    add("prompts", text, Path)
     add("max-tokens", "most tokens of an answer (64)", whole(1), 64)
     text = f"counted pairs in compare (default and least: {MIN_PAIRS}), counted runs in"
     add("repeats", f"{text} the other modes ({DEFAULT_RUNS})", whole(1))
     text = "synthetic rejection sampling: the share of windows that accept each draft"
     add("acceptance", f"{text} position, as in 0.8,0.6,0.4,0.2 (GPU only)", rates)
-    choose("device", ("auto", "cpu", "cuda"), "auto", "what vLLM must be built for")
-    add("json", "write what was measured to this file", Path)
+    add("json", "append what was measured to this file, as a line", Path)
     text = "in compare, add pairs until all 90 %% intervals reach no farther than this"
     text += " from their medians, for example 0.005, or --max-pairs is reached"
     add("pairs-until-ci", text, positive(1))
@@ -138,71 +125,55 @@ def build_parser() -> argparse.ArgumentParser:
     choose("runner", ("auto", "v1", "v2"), "auto", "vLLM's model runner on cuda")
     text = "always make --max-tokens tokens"
     parser.add_argument("--ignore-eos", action="store_true", help=text)
-    parser.add_argument(
-        "--true-off",
-        help="compare also with an engine that never loaded NWOR (yes)",
-        action=argparse.BooleanOptionalAction,
-    )
+    text = "compare also with an engine that never loaded NWOR (yes)"
+    both = argparse.BooleanOptionalAction
+    parser.add_argument("--true-off", help=text, action=both)
     return parser
-
-
-def flag_of(attribute: str) -> str:
-    """The argument that sets an attribute of Options."""
-    return f"--{attribute.replace('_', '-')}"
 
 
 def without_compare_only(argv: Sequence[str]) -> list[str]:
     """`argv` for another mode than compare."""
     left, words = [], iter(argv)
-    with_value = [flag_of(name) for name, has in COMPARE_ONLY.items() if has]
-    alone = ("--true-off", "--no-true-off")
     for word in words:
-        if word in with_value:
-            next(words, None)
-        elif word.partition("=")[0] not in with_value and word not in alone:
+        name, equals, _ = word.partition("=")
+        if name not in COMPARE_ONLY:
             left.append(word)
+        elif COMPARE_ONLY[name] and not equals:
+            next(words, None)
     return left
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
-    """The checked command line.
-
-    Raises:
-        BadArgument: an argument, or two together, cannot be used.
-    """
+    """The checked command line. Raises BadArgument: an argument, or two together,
+    cannot be used."""
     argv = sys.argv[1:] if argv is None else argv
     options = build_parser().parse_args(argv, namespace=Options())
     compares = options.mode == COMPARE
     if options.repeats is None:
         options.repeats = MIN_PAIRS if compares else DEFAULT_RUNS
     k, method, least = options.num_speculative_tokens, options.method, options.repeats
-    has_drafter = options.draft_model is not None
-    is_random = (options.model or "").startswith("shape:")
     of_compare = f"it is for --mode {COMPARE}, and the mode is {options.mode}"
-    given = (name for name in COMPARE_ONLY if getattr(options, name) is not None)
-    refuse(options, **dict.fromkeys(given, not compares and of_compare))
+    for name in ("against", "pairs_until_ci", "true_off"):
+        is_given = getattr(options, name) is not None
+        refuse(options, **{name: is_given and not compares and of_compare})
+    needs_drafter = method in METHODS_WITH_MODEL
     has_default = method == "draft_model" and options.model is None
-    lacks_drafter = method in METHODS_WITH_MODEL and not (has_drafter or has_default)
+    drafter, rates, file = options.draft_model, options.acceptance, options.json
     options.against = options.against or "nwor"
     options.true_off = options.true_off is not False
     refuse(
         options,
-        prompts=options.prompts is not None
-        and is_random
-        and f"--model {options.model} has random weights and no tokenizer, and makes "
-        "its own prompts",
-        json=options.json is not None
-        and options.json.is_dir()
-        and "it is a folder; allowed: a file's path",
+        json=file is not None and file.is_dir() and "it is a folder; allowed: a file",
         repeats=compares and least < MIN_PAIRS and f"allowed: from {MIN_PAIRS} up",
         max_pairs=options.max_pairs < least and f"allowed: from --repeats {least} up",
-        acceptance=options.acceptance is not None
-        and len(options.acceptance) != k
+        acceptance=rates is not None
+        and len(rates) != k
         and f"allowed: one rate for each of --num-speculative-tokens {k}",
-        draft_model=(lacks_drafter and f"needed for --method {method}")
-        or (
-            has_drafter
-            and method in METHODS_WITHOUT_MODEL
+        draft_model=(
+            f"needed for --method {method}"
+            if drafter is None and needs_drafter and not has_default
+            else drafter is not None
+            and not needs_drafter
             and f"goes with --method {', '.join(METHODS_WITH_MODEL)}"
         ),
     )
@@ -210,11 +181,9 @@ def parse(argv: Sequence[str] | None = None) -> Options:
 
 
 def refuse(options: Options, **why: str | bool) -> None:
-    """Raises BadArgument for the first argument of which there is a text: what is wrong
-    with it, and what is allowed."""
+    """Raises BadArgument for the first argument that has a text: what is wrong with it,
+    and what is allowed."""
     for name, text in why.items():
         if text:
-            value = getattr(options, name)
-            raise BadArgument(
-                f"argument {flag_of(name)}: '{value}' cannot be used; {text}"
-            )
+            flag, value = f"--{name.replace('_', '-')}", getattr(options, name)
+            raise BadArgument(f"argument {flag}: '{value}' cannot be used; {text}")

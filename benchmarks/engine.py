@@ -2,7 +2,7 @@
 """One vLLM engine in this process, and timed runs of the same requests on it.
 
 The engine core shares the process (VLLM_ENABLE_V1_MULTIPROCESSING=0), prefix caching is
-off and all requests of a wave are added, in the same order, before the first step: two
+off and all requests are added, in the same order, before the first step: two
 runs then make the same batches. Each run starts from the same seeds. NWOR's hooks are
 put on vLLM and taken off between steps: in the workers by `NworWorkerExtension`, and in
 this process, where scheduler and front end are.
@@ -13,10 +13,10 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
+from itertools import cycle, islice, zip_longest
 from typing import Any
 
-from benchmarks import prompts as prompt_source
+from benchmarks import prompts
 from benchmarks.ab import TURN_STEPS, Arm, NworDone, Run
 from benchmarks.arguments import BadArgument, Options
 from benchmarks.settings import SEED, engine_arguments, find_models
@@ -40,15 +40,14 @@ class EngineFailed(Exception):
 class Engine:
     """A started engine with its encoded requests.
 
-    waves: token ids of the prompts of each wave.
+    prompts: token ids of each request.
     """
 
     def __init__(self, options: Options, device: str) -> None:
         """Starts vLLM. Call prepare_process first. Raises EngineFailed, with vLLM's
-        words, or BadArgument: models or prompts that cannot be used."""
+        words, or BadArgument: models that cannot be used."""
         self.options = options
         self.target, self.drafter = find_models(options)
-        texts = prompt_source.read(options.prompts)
         arguments = engine_arguments(options, device, self.target, self.drafter)
         from vllm import EngineArgs, LLMEngine
         from vllm.v1.engine.core_client import InprocClient
@@ -68,23 +67,23 @@ class Engine:
                 "(VLLM_ENABLE_V1_MULTIPROCESSING=0)"
             )
         self.start_s = time.perf_counter() - started
-        self.waves = self._encode(texts)
+        self.prompts = self.encode()
         self._num_runs = 0
         gc.collect()
         gc.freeze()
 
-    def _encode(self, texts: list[str]) -> list[list[list[int]]]:
+    def encode(self) -> list[list[int]]:
+        """The prompts of `options`. Raises BadArgument: they are too long."""
         options, size = self.options, self.options.batch_size
         config = self._engine.model_config
         if self.target.random_weights:
             vocabulary = config.get_vocab_size()
-            ids = prompt_source.random_ids(size, vocabulary, SEED)
+            ids = prompts.random_ids(size, vocabulary, SEED)
         else:
-            if options.prompts is None:
-                texts = texts[:size]
-            ids = prompt_source.encode(texts, self._engine.get_tokenizer())
+            ids = prompts.encode(prompts.TEXTS[:size], self._engine.get_tokenizer())
+            ids = list(islice(cycle(ids), size))
         if options.context is not None:
-            ids = [prompt_source.to_length(prompt, options.context) for prompt in ids]
+            ids = [prompts.to_length(prompt, options.context) for prompt in ids]
         longest = max(len(prompt) for prompt in ids) + options.max_tokens
         if longest > config.max_model_len:
             raise BadArgument(
@@ -92,8 +91,7 @@ class Engine:
                 f"prompt makes {longest} tokens; allowed values: at most "
                 f"{config.max_model_len} tokens in all (max_model_len)"
             )
-        ids = prompt_source.fill(ids, size)
-        return [ids[at : at + size] for at in range(0, len(ids), size)]
+        return ids
 
     def rpc(self, method: str | Callable[..., Any], *arguments: Any) -> Any:
         """Calls a method of NworWorkerExtension, or a function of the worker, on all
@@ -106,19 +104,16 @@ class Engine:
 
     def run(self, *arms: Arm, times: bool = False) -> Run:
         """Runs all requests once, in one arm, or in several that take turns of
-        TURN_STEPS steps; what NWOR did is only told of one. times: keeps the host times
-        of begin and commit, which takes some microseconds of each step. Raises
-        EngineFailed if nothing is protected in this engine, but an arm asks for it."""
+        TURN_STEPS steps; only a run of one arm reports NWOR's counts. times: keeps the
+        host times of begin and commit, which costs some microseconds a step. Raises
+        EngineFailed: an arm needs NWOR, and nothing is protected in this engine."""
         assert not self._engine.has_unfinished_requests()
         self._switch(arms[0], times)
         self.rpc("nwor_reseed", SEED)
         gc.collect()
         before, counted = self.report(), self._counters()
         self._num_runs += 1
-        finished: dict[int, tuple[list[int], tuple[int, int]]] = {}
-        step_s: list[float] = []
-        for wave in self.waves:
-            self._wave(wave, arms, finished, step_s)
+        finished, step_s = self._serve(arms)
         after, counters = self.report(), self._counters()
         positions = (of.get(_PER_POSITION, ()) for of in (counted, counters))
         accepted = [int(b - a) for a, b in zip_longest(*positions, fillvalue=0)]
@@ -130,14 +125,14 @@ class Engine:
         return Run(
             outputs=[finished[index][0] for index in sorted(finished)],
             step_s=step_s,
-            spans=[finished[index][1] for index in sorted(finished)],
+            num_steps=[finished[index][1] for index in sorted(finished)],
             drafts=drafts | {"accepted_per_position": accepted},
             nwor=_done(before, after) if is_protected else None,
         )
 
     def _switch(self, arm: Arm, times: bool) -> None:
-        """Hooks as `arm` has them, from the other state: whatever ran before, Python
-        has to look up anew in the same classes, so that all turns start alike."""
+        """Sets the hooks as `arm` has them, from the other state, which invalidates
+        Python's lookup caches of the same classes: all turns start alike."""
         if self.options.nwor_mode == "off" and not self.options.audits:
             return  # never loaded: there is nothing to take off
         from vllm_nwor.base import wrap as _wrap
@@ -160,21 +155,17 @@ class Engine:
         }
         return "; ".join(sorted(reasons)) or "the plugin did not hook the model runner"
 
-    def _wave(
-        self,
-        wave: Sequence[list[int]],
-        arms: Sequence[Arm],
-        finished: dict[int, tuple[list[int], tuple[int, int]]],
-        step_s: list[float],
-    ) -> None:
-        """Adds the requests of one wave, numbered after those that have finished, then
-        steps until all have: their outputs and spans, and the steps' durations, that of
-        a turn's first one with the change of hooks."""
+    def _serve(
+        self, arms: Sequence[Arm]
+    ) -> tuple[dict[int, tuple[list[int], int]], list[float]]:
+        """Adds the requests, then steps until all have finished: output and number of
+        steps of each, and the steps' durations; that of a turn's first one includes the
+        change of hooks."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         options, engine = self.options, self._engine
-        for index, ids in enumerate(wave, len(finished)):
+        for index, ids in enumerate(self.prompts):
             parameters = SamplingParams(
                 temperature=0,
                 max_tokens=options.max_tokens,
@@ -185,7 +176,9 @@ class Engine:
             )
             prompt = {"prompt_token_ids": ids}
             engine.add_request(f"{self._num_runs}-{index}", prompt, parameters)
-        first, before = len(step_s), time.perf_counter()
+        finished: dict[int, tuple[list[int], int]] = {}
+        step_s: list[float] = []
+        before = time.perf_counter()
         while engine.has_unfinished_requests():
             turn, place = divmod(len(step_s), TURN_STEPS)
             if turn > 0 and place == 0 and len(arms) > 1:
@@ -198,9 +191,10 @@ class Engine:
                 if output.finished:
                     index = int(output.request_id.split("-")[1])
                     ids = list(output.outputs[0].token_ids)
-                    finished[index] = (ids, (first, len(step_s)))
+                    finished[index] = (ids, len(step_s))
         for _ in range(_DRAIN_STEPS):
             engine.step()
+        return finished, step_s
 
     def _counters(self) -> dict[str, Any]:
         """vLLM's metrics by name: a number, or a list of numbers."""

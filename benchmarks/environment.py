@@ -32,42 +32,37 @@ VARIABLES = (
     "VLLM_USE_V2_MODEL_RUNNER",
 )
 COMMIT_VARIABLE = "NWOR_COMMIT"
-# Of vLLM: results of a GPU that are of another have it in their names.
-GPU_RELEASE = "0.26"
-
-
-def of_release(name: str, where: dict[str, Any]) -> str:
-    """What a GPU's results file `name` is called where vLLM is that of `where`."""
-    release = ".".join(where["packages"].get("vllm", GPU_RELEASE).split(".")[:2])
-    return name if release == GPU_RELEASE else f"{name}_v{release}"
 
 
 def describe(device: str, root: Path) -> dict[str, Any]:
-    """The environment of this process.
+    """What a line of a result says of this process: date, commit, machine, versions,
+    variables.
 
     device: "cpu" or "cuda"; with "cuda", torch is asked for the GPU's name.
     root: the repository, whose commit is recorded if git knows it.
     """
-    # The first on the path is the one that is imported.
-    packages = ((p, importlib.metadata.distributions(name=p)) for p in PACKAGES)
-    found: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "packages": {p: one.version for p, found in packages for one in [*found][:1]},
+    machine: dict[str, Any] = {
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
-        "device": device,
-        "commit": _commit(root),
-        "variables": {k: os.environ[k] for k in VARIABLES if k in os.environ},
+        "system": f"{platform.system()} {platform.machine()}",
     }
+    # The first on the path is the one that is imported.
+    packages = ((p, importlib.metadata.distributions(name=p)) for p in PACKAGES)
+    versions = {p: one.version for p, found in packages for one in [*found][:1]}
+    versions["python"] = platform.python_version()
     if device == "cuda":
         import torch
 
-        found["gpu"] = torch.cuda.get_device_name(0)
-        found["gpus"] = torch.cuda.device_count()
-        found["cuda"] = torch.version.cuda
-    return found
+        name, count = torch.cuda.get_device_name(0), torch.cuda.device_count()
+        machine |= {"gpu": name, "gpus": count}
+        versions["cuda"] = torch.version.cuda
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": _commit(root),
+        "machine": machine,
+        "versions": versions,
+        "variables": {k: os.environ[k] for k in VARIABLES if k in os.environ},
+    }
 
 
 def cpu_model() -> str:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What speculative steps leave in the KV cache, without NWOR and with it: a picture.
 
-    python -m benchmarks.picture       writes results/picture.json and docs/picture.png
+    python -m benchmarks.picture   appends to results/picture.jsonl, draws the picture
 
 One greedy request on real vLLM, on the CPU, with ngram drafts, twice in one engine:
 with NWOR (mode stage), then with all of its hooks taken off. The caches are zeroed
@@ -14,9 +14,9 @@ import io
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environment, prompts, settings
+from benchmarks import environment, prompts, records, settings
 from benchmarks.arguments import parse
-from benchmarks.files import write_json, write_whole
+from benchmarks.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 # Which of prompts.json; which steps after the prompt's own; slots before their first.
@@ -133,7 +133,7 @@ def main() -> None:
         rows = layer.layout.runs.tolist()  # (place in a block, length) of each run
         own = [[at + i for at, n in runs for i in range(n)] for runs in rows]
         layers.append((layer.kv_cache, torch.tensor(own)))
-    (prompt,) = prompts.encode([prompts.read(None)[PROMPT]], engine.get_tokenizer())
+    (prompt,) = prompts.encode([prompts.TEXTS[PROMPT]], engine.get_tokenizer())
     nwor = play(engine, layers, prompt)
     if manager.shadow is None or manager.fallbacks:
         raise SystemExit(f"picture: mode stage did not run: {manager.fallbacks}")
@@ -141,16 +141,16 @@ def main() -> None:
     runs = {"vllm": play(engine, layers, prompt), "nwor": nwor}
     if runs["nwor"]["tokens"] != runs["vllm"]["tokens"]:
         raise SystemExit(f"picture: the outputs differ: {runs}")
+    about = environment.describe("cpu", ROOT)
     result = {
-        "kind": "picture",
+        "key": {"model": target.label, "vllm": records.vllm(about)},
+        **about,
         "command": "python -m benchmarks.picture",
-        "model": target.label,
-        "environment": environment.describe("cpu", ROOT),
         "first_step": STEPS.start,
         "states": {state: meaning for state, (_, meaning) in SLOT_STATES.items()},
         "runs": runs,
     }
-    write_json(ROOT / "results" / "picture.json", result)
+    records.append(records.RESULTS / "picture.jsonl", result)
     write_whole(ROOT / "docs" / "picture.png", drawn(result))
 
 

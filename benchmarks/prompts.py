@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests' prompts: built-in texts, the user's file, or token ids of a set length.
+"""The requests' prompts: built-in texts, or token ids of a set length.
 
-The built-in texts ask for repeating, editing and summarising, where drafts by ngram
-have something to find. With random weights there is no tokenizer and no meaning: the
-prompt is then a run of ids that repeats, so that ngram finds something there too.
+The texts ask for repeating, editing and summarising, where ngram finds drafts. With
+random weights there is no tokenizer and no meaning: the prompt is then a run of ids
+that repeats, so that ngram finds something there too.
 """
 
 from __future__ import annotations
@@ -15,27 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import BadArgument
-
-BUILT_IN = Path(__file__).with_name("prompts.json")
+TEXTS: list[str] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 RANDOM_PROMPT_TOKENS = 256
 _PHRASE_TOKENS = 24
-
-
-def read(path: Path | None) -> list[str]:
-    """The texts in `path`, or the built-in ones. Raises BadArgument: the file cannot be
-    read, or holds no prompt."""
-    try:
-        found = json.loads((path or BUILT_IN).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        found = error
-    texts = found if isinstance(found, list) else []
-    if not texts or not all(isinstance(one, str) and one.strip() for one in texts):
-        raise BadArgument(
-            f"argument --prompts: '{path}' holds {found!r:.80}; allowed values: a JSON "
-            "file with a list of texts, none of them empty"
-        )
-    return texts
 
 
 def encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
@@ -62,10 +44,3 @@ def random_ids(num_prompts: int, vocab_size: int, seed: int) -> list[list[int]]:
 def to_length(ids: Sequence[int], length: int) -> list[int]:
     """The first `length` ids of `ids` repeated without end."""
     return list(itertools.islice(itertools.cycle(ids), length))
-
-
-def fill(prompts: Sequence[list[int]], batch_size: int) -> list[list[int]]:
-    """At least one whole batch: the prompts, from the start again as often as needed,
-    up to the next multiple of `batch_size`, so that every wave is full."""
-    waves = -(-len(prompts) // batch_size)
-    return list(itertools.islice(itertools.cycle(prompts), waves * batch_size))

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of docs/reach.md: what was run on which vLLM, runner and backend, in which
-mode, and what came of it. No line comes from anything but an entry of a result.
-
-Reads results of two kinds: cpu_engines (tests/helpers/reach.py, an entry for each mode)
-and gpu_engines (tests/gpu, an entry for each engine, in the mode of its file).
+mode, and how it ended. Every row comes from a line of results/engines.jsonl, which
+tests/helpers/reach.py (CPU) or tests/gpu wrote.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,37 +22,36 @@ HEADS: dict[str, str] = _KNOWN["heads"]
 MODES = ("cow", "stage")
 # vLLM's executors with Ray, as the GPU tests call them.
 RAY = {"ray": "Ray", "ray-compiled": "Ray, compiled graph"}
+# Behind a backend: only lines of other kernels than those in the tree show it.
+OLDER = "†"
 UNTESTED, UNSETTLED = "untested", "exact bytes, outputs unsettled"
 Entry = dict[str, str]
 
 
-def entries(result: dict[str, Any]) -> Iterator[Entry]:
-    """What a result says of each combination: kind, name, vllm, runner, backend, mode,
+def entry(line: records.Line) -> Entry:
+    """What a line says of a combination: kind, name, vllm, runner, backend, mode,
     verdict (exact, outputs, refused, UNSETTLED, incomplete or failed) and perhaps
     reason (NWOR's)."""
-    for entry in result["entries"].values():
-        if result["kind"] == "cpu_engines":
-            yield entry
-            continue
-        spec = entry["engine"]
-        ranks, executor = spec["tensor_parallel"], spec.get("executor")
-        workers = (
-            f"tensor parallel {ranks}" if ranks > 1 else executor and RAY[executor]
-        )
-        (mode,) = set(entry["seconds"]) - {"off"}
-        bad = [check for check, problems in entry["problems"].items() if problems]
-        verdict = UNSETTLED if entry["unsettled"] else "exact"
-        if bad:  # "incomplete" where nothing else is wrong
-            verdict = "incomplete" if bad == ["started"] else "failed"
-        yield {
-            "kind": "parallelism" if workers else "method",
-            "name": workers or _method(spec),
-            "vllm": entry["environment"]["packages"]["vllm"],
-            "runner": spec["runner"].upper(),
-            "backend": spec["backend"],
-            "mode": mode,
-            "verdict": verdict,
-        }
+    found, key = line["found"], line["key"]
+    older = "" if records.is_current(line) else OLDER
+    if "engine" not in key:  # on a CPU
+        return found | {"backend": found["backend"] + older}
+    spec = found["engine"]
+    ranks, executor = spec["tensor_parallel"], spec.get("executor")
+    workers = f"tensor parallel {ranks}" if ranks > 1 else executor and RAY[executor]
+    bad = [check for check, problems in found["problems"].items() if problems]
+    verdict = UNSETTLED if found["unsettled"] else "exact"
+    if bad:  # "incomplete" where nothing else is wrong
+        verdict = "incomplete" if bad == ["started"] else "failed"
+    return {
+        "kind": "parallelism" if workers else "method",
+        "name": workers or _method(spec),
+        "vllm": key["vllm"],
+        "runner": spec["runner"].upper(),
+        "backend": spec["backend"] + older,
+        "mode": key["mode"],
+        "verdict": verdict,
+    }
 
 
 def _method(spec: dict[str, Any]) -> str:
@@ -68,12 +65,13 @@ def _method(spec: dict[str, Any]) -> str:
     return f"{name}, dynamic k" if spec.get("dynamic") else name
 
 
-def tables(kind: str, results: Sequence[dict[str, Any]]) -> str:
-    """A line for each name, version and runner that has results, and one for all the
+def table(kind: str, lines: Sequence[records.Line]) -> str:
+    """A row for each name, version and runner that has results, and one for all the
     versions that a name has none of; then the reasons of what is refused."""
     found: dict[str, dict[tuple[str, str], list[Entry]]]
     found = {name: {} for name in NAMES[kind]}
-    for one in (one for result in results for one in entries(result)):
+    every = [entry(line) for line in lines]
+    for one in sorted(every, key=lambda one: (one["name"], one["mode"])):
         if one["kind"] == kind:
             here = found.setdefault(one["name"], {})
             here.setdefault((one["vllm"], one["runner"]), []).append(one)
@@ -86,10 +84,10 @@ def tables(kind: str, results: Sequence[dict[str, Any]]) -> str:
         tried = {version for version, _ in here}
         if left := [v for v in VERSIONS if v not in tried]:
             rows.append((name, ", ".join(left), "", UNTESTED, UNTESTED))
-    lines = [(HEADS[kind], "vLLM", "runner", *MODES), ["---"] * (3 + len(MODES)), *rows]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    head = [(HEADS[kind], "vLLM", "runner", *MODES), ["---"] * (3 + len(MODES))]
+    made = "\n".join(f"| {' | '.join(row)} |" for row in [*head, *rows])
     notes = "\n".join(f"{number}. {r}" for number, r in enumerate(reasons, start=1))
-    return f"{table}\n\n{notes}" if notes else table
+    return f"{made}\n\n{notes}" if notes else made
 
 
 def _verdicts(found: Sequence[Entry], mode: str, reasons: list[str]) -> str:
@@ -110,6 +108,9 @@ def _verdicts(found: Sequence[Entry], mode: str, reasons: list[str]) -> str:
     ):
         for backend in by_verdict.get(worse, ()):
             by_verdict.get(better, {}).pop(backend, None)
+    for backends in by_verdict.values():
+        for backend in list(backends):
+            backends.pop(f"{backend}{OLDER}", None)
     texts = [
         f"{'**failed**' if verdict == 'failed' else verdict}: {', '.join(backends)}"
         for verdict, backends in sorted(by_verdict.items())

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is shown of results: the text that bench_vllm.py prints, and Markdown for
-tools/results/render.py, a template a view (views.yml).
-
-templates/VIEW.md gets `result`, the content of a file in results/, or `results`, of
-several, and nothing else; the functions below are its filters. report.md is what
-bench_vllm.py prints; two views are of that text: `everything` and `short`.
+"""What is shown of results: the text that bench_vllm.py prints, and the tables of
+documents. templates/VIEW.md makes each from the lines of results/, by the functions
+below, which are its filters. No template computes a number.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy
 
-from benchmarks import environment, settings, summary
-from benchmarks.ab import CONTROL, Interval, median_interval
+from benchmarks import ab, reach, records, settings, summary
+from benchmarks.ab import CONTROL, Interval
+from benchmarks.records import Line
 
-Result = dict[str, Any]
+FOLDER = Path(__file__).with_name("templates")
 TEMPLATES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+    loader=jinja2.FileSystemLoader(FOLDER),
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
@@ -33,7 +33,7 @@ TEMPLATES = jinja2.Environment(
 
 
 class BadBlock(Exception):
-    """A block or a file cannot be used; the message is a whole sentence."""
+    """A table cannot be made; the message is a whole sentence."""
 
 
 # -- numbers and columns --------------------------------------------------------------
@@ -64,120 +64,93 @@ def spread(ratio: Mapping[str, float]) -> str:
     return f"{ratio['median']:.4f} ({ratio['low']:.4f} to {ratio['high']:.4f})"
 
 
-def alike(acceptance: dict[str, Any]) -> Iterator[tuple[str, int, float]]:
-    """How often the draft at each position was accepted, and of how many windows;
-    neighbours with the same count share a line: "1 to 3"."""
-    counts = acceptance["accepted_per_position"], acceptance["per_position"]
-    first = 1
-    for (count, share), group in itertools.groupby(zip(*counts, strict=True)):
-        last = first + len(list(group)) - 1
-        yield " to ".join(map(str, sorted({first, last}))), count, share
-        first = last + 1
+def loss(ratio: float) -> str:
+    """A ratio as the percentage that is lost: 0.998 is 0.2."""
+    return f"{round(100 - 100 * ratio, 1) + 0.0:.1f}"
 
 
-def speed(side: dict[str, float]) -> str:
-    """Tokens a second and latency, four cells."""
-    latencies = f"{side['latency_s_median']:.3f} s | {side['latency_s_p95']:.3f} s"
-    return f"{side['tokens_per_second']:.1f} | {latencies} | {side['num_runs']:.0f}"
+# -- of any line -----------------------------------------------------------------------
 
 
-# -- of any result ---------------------------------------------------------------------
-
-
-def device(result: Result) -> str:
-    """The GPU, or the processor where there was none."""
-    env = result["environment"]
-    return env.get("gpu") or f"{env['cpu']}, {env['cores']} cores"
-
-
-def short_device(result: Result) -> str:
-    """A GPU's name up to its number: "H100" of "NVIDIA H100 80GB HBM3"."""
-    name = device(result).removeprefix("NVIDIA ")
+def device(line: Line) -> str:
+    """A GPU's name up to its number, "H100" of "NVIDIA H100 80GB HBM3", or the
+    processor where there was none."""
+    machine = line["machine"]
+    name = (machine.get("gpu") or machine["cpu"]).removeprefix("NVIDIA ")
     found = re.match(r"[^\d]*\d\S*", name)
-    return found.group() if found else name
+    return found.group() if found and "gpu" in machine else name
 
 
-def measured(entry: Result) -> str:
-    """Date and commit of an entry, two cells."""
-    env = entry["environment"]
-    return f"{env['date'].removesuffix(' UTC')} | {str(env['commit'])[:8]}"
+def commit(line: Line) -> str:
+    """Its commit, with a mark if other kernels were measured than are in the tree."""
+    mark = "" if records.is_current(line) else reach.OLDER
+    return f"{line['commit'][:8]}{mark}"
 
 
-def cell(text: str) -> str:
-    """A text without what ends a cell. Older files say otherwise what checks.py says of
-    a probe now."""
-    probed = r"(\d+) different in (\d+ runs of \d+ tokens)"
-    return re.sub(probed, r"\2, distinct outputs: \1", text).replace("|", "/")
+def measured(line: Line) -> str:
+    """Date and commit, two cells."""
+    return f"{line['date'].removesuffix(' UTC')} | {commit(line)}"
 
 
-# -- of an engine on a GPU -------------------------------------------------------------
+def failed_checks(found: Mapping[str, Any]) -> str:
+    return ", ".join(filter(found["problems"].get, found["problems"])) or "none"
 
 
-def failed_checks(entry: Result) -> str:
-    return ", ".join(filter(entry["problems"].get, entry["problems"])) or "none"
-
-
-def unsettled_rows(entry: Result) -> str:
-    unclear = {re.split("[:,]", what)[0] for what in entry["unsettled"]}
+def unsettled_rows(found: Mapping[str, Any]) -> str:
+    unclear = {re.split("[:,]", what)[0] for what in found["unsettled"]}
     return ", ".join(sorted(unclear)) or "none"
 
 
-# -- of a comparison -------------------------------------------------------------------
+def by_engine(lines: Sequence[Line]) -> list[dict[str, Line]]:
+    """Lines of engines of tests/gpu, those of one engine and vLLM together, by mode."""
+    found: dict[tuple[str, str], dict[str, Line]] = {}
+    for line in lines:
+        key = line["key"]
+        if "engine" in key:
+            found.setdefault((key["vllm"], key["engine"]), {})[key["mode"]] = line
+    names = sorted(found, key=lambda key: key[1])
+    return [found[key] for key in sorted(names, key=lambda k: k[0], reverse=True)]
 
 
-def tested(result: Result) -> list[str]:
-    """The arms that a comparison tested. Raises BadBlock if it is none."""
-    if result["mode"] != "compare":
-        raise BadBlock(f"the view cells needs mode compare, not {result['mode']}")
-    return summary.tested(result)
+# -- of comparisons --------------------------------------------------------------------
 
 
-def runner(result: Result) -> str:
-    env = result["environment"]
-    v2 = env["variables"].get("VLLM_USE_V2_MODEL_RUNNER")
-    name = {"0": "V1", "1": "V2"}.get(v2, "default")
-    release = env["packages"].get("vllm", environment.GPU_RELEASE)
-    if not release.startswith(environment.GPU_RELEASE):
-        name += f", vLLM {release}"
-    if block_size := result["arguments"].get("block_size"):
-        name += f", blocks of {block_size}"
-    has_metrics = env["variables"].get("VLLM_NWOR_EMIT_METRICS") != "0"
-    return name if has_metrics else f"{name}, no metrics"
+def comparing(lines: Sequence[Line], modes: str, has_gpu: bool = True) -> list[Line]:
+    """The lines that compared these modes: "cow stage"."""
+    return [
+        line
+        for line in lines
+        if line["key"]["mode"] == modes and ("gpu" in line["machine"]) == has_gpu
+    ]
 
 
-def log_size(result: Result) -> str:
-    return f"{result['engine']['log_bytes'] / 2**20:.0f} MiB"
+def accepted(line: Line) -> str:
+    found = line["summary"]["acceptance"]
+    return f"{found['accepted'] / max(found['drafted'], 1):.2f}"
 
 
-def verdict(result: Result, name: str) -> str:
-    ratio = result["summary"]["ratio"]
+def verdict(line: Line, name: str) -> str:
+    ratio = line["summary"]["ratio"]
     found = summary.verdict(ratio[name], ratio[CONTROL])
     return found.replace("missed", "**missed**")
 
 
-def to_cow(result: Result, name: str) -> str:
-    """The ratio of what was tested as `name` to mode cow, of the same rounds."""
-    ratio = _to_cow(result, name)
-    return spread(asdict(ratio)) if ratio else "-"
+def to_cow(line: Line) -> str:
+    """The ratio of mode stage to mode cow, of the same rounds."""
+    of = line["pairs"]
+    found = [stage / cow for stage, cow in zip(of["stage"], of["cow"], strict=True)]
+    return spread(asdict(ab.median_interval(found)))
 
 
-def _to_cow(result: Result, name: str) -> Interval | None:
-    samples = result["samples"]
-    if name == "cow" or "cow" not in samples:
-        return None
-    rates = samples[name]["test"], samples["cow"]["test"]
-    return median_interval([one / cow for one, cow in zip(*rates, strict=True)])
-
-
-def host_us(result: Result, name: str) -> float:
+def host_us(line: Line, name: str) -> float:
     """begin + commit."""
-    host = result["summary"]["nwor"][name]["host"]
+    host = line["summary"]["nwor"][name]["host"]
     return host["begin_us_median"] + host["commit_us_median"]
 
 
-def slot_bytes(result: Result) -> int:
+def slot_bytes(line: Line) -> int:
     """Bytes of a slot in all layers, as they follow from the shape. Raises BadBlock."""
-    name = result["model"].removeprefix(settings.SHAPE)
+    name = line["model"].removeprefix(settings.SHAPE)
     if name not in settings.SHAPES:
         raise BadBlock(f"the view bytes needs a named shape, not {name}")
     shape = settings.SHAPES[name]
@@ -185,88 +158,94 @@ def slot_bytes(result: Result) -> int:
     return of_layer * shape["num_hidden_layers"]
 
 
-# -- of several comparisons ------------------------------------------------------------
+def once(lines: Sequence[Line], *names: str) -> list[Line]:
+    """The first of the lines with the same values of these members of their keys or
+    arguments."""
+    found: dict[tuple[object, ...], Line] = {}
+    for line in lines:
+        known = line["arguments"] | line["key"]
+        found.setdefault(tuple(known[name] for name in names), line)
+    return sorted(found.values(), key=lambda line: line["date"], reverse=True)
 
 
-def by_mode(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """The results in which an arm was tested, by its name; the best ratio first."""
-    found: dict[str, list[Result]] = {}
-    for result in results:
-        for name in tested(result):
-            found.setdefault(name, []).append(result)
-    return {
-        name: sorted(ones, key=lambda one: -one["summary"]["ratio"][name]["median"])
-        for name, ones in found.items()
-    }
+# -- what NWOR costs -------------------------------------------------------------------
 
 
-def budgets(results: Sequence[Result], name: str) -> str:
-    """How many of them hold the budgets of throughput and of host time. Raises BadBlock
-    if there are none."""
-    if not results:
-        raise BadBlock(f"no measurement of {name} to count")
-    verdicts = [verdict(one, name) for one in results]
-    num_met, num_noise = verdicts.count("met"), sum("holds" in one for one in verdicts)
-    spent = [host_us(one, name) for one in results]
-    budget = summary.HOST_BUDGET_US
-    to_cow = [ratio for one in results if (ratio := _to_cow(one, name))]
-    slower = sum(ratio.high < 1 for ratio in to_cow)
-    beside = f"; slower than `cow` in {slower} of {len(to_cow)}" if to_cow else ""
-    return (
-        f"`{name}`: low end at least {summary.RATIO_BUDGET} in {num_met + num_noise} "
-        f"of {len(results)} measurements (in {num_noise} of these no difference was "
-        f"resolved from noise); begin + commit {min(spent):.1f} to {max(spent):.1f} "
-        f"us, over its budget of {budget:.0f} us in {sum(us > budget for us in spent)}"
-        f"{beside}."
-    )
+def run_interval(runs: Sequence[Sequence[float]]) -> Interval | None:
+    """The median of all samples and the interval of the bootstrap that draws whole
+    runs: samples of one run are not independent, so that an interval over samples would
+    be too narrow. None of a single run, which says nothing of another."""
+    if len(runs) < 2:
+        return None
+    from scipy import stats
+
+    def median(drawn: Any) -> float:
+        return float(numpy.median(numpy.concatenate([runs[int(i)] for i in drawn])))
+
+    numbers = numpy.arange(len(runs))
+    found = stats.bootstrap(
+        (numbers,),
+        median,
+        vectorized=False,
+        n_resamples=ab.NUM_RESAMPLES,
+        confidence_level=ab.CONFIDENCE_PERCENT / 100,
+        method="percentile",
+        rng=0,
+    ).confidence_interval
+    return Interval(median(numbers), float(found.low), float(found.high))
 
 
-def pooled(results: Sequence[Result]) -> list[Result]:
-    """As `together`, of each cell that ran more than once on such a device and release
-    with hooks off as its baseline."""
-    cells: dict[tuple[object, ...], list[Result]] = {}
-    for one in results:
-        if one["baseline"] == "unhooked":
-            key = one["cell"], one["arguments"]["batch_size"], runner(one)
-            cells.setdefault((*key, short_device(one)), []).append(one)
-    return [together(runs) for runs in cells.values() if len(runs) > 1]
+def lost(runs: Sequence[Sequence[float]]) -> str:
+    """The percentage that is lost, with the range of other runs if there are several"""
+    middle = statistics.median(itertools.chain(*runs))
+    if (found := run_interval(runs)) is None:
+        return f"{loss(middle)} % (one run)"
+    return f"{loss(middle)} % ({loss(found.high)} to {loss(found.low)})"
 
 
-def together(results: Sequence[Result]) -> Result:
-    """The first of the results, with the pairs of all, whose ratios are each of one
-    run. runs: all of them."""
-    first, *_ = results
-    samples = {
-        name: {
-            key: [sample for one in results for sample in one["samples"][name][key]]
-            for key in lists
-        }
-        for name, lists in first["samples"].items()
-    }
-    ratio = {name: asdict(median_interval(of["ratio"])) for name, of in samples.items()}
-    return first | {
-        "runs": [run for one in results for run in one.get("runs", [one])],
-        "samples": samples,
-        "summary": first["summary"] | {"ratio": ratio},
-    }
+def costs(lines: Sequence[Line]) -> Iterator[dict[str, str]]:
+    """A row for each vLLM, runner, drafter and mode, of the lines with the kernels that
+    are in the tree; of older lines where there are no others."""
+    groups: dict[tuple[str, ...], list[Line]] = {}
+    for line in comparing(lines, "cow stage"):
+        key = tuple(line["key"][name] for name in ("vllm", "runner", "drafter"))
+        groups.setdefault(key, []).append(line)
+    for key, all_of in sorted(groups.items()):
+        of = [line for line in all_of if records.is_current(line)] or all_of
+        batches = sorted({line["key"]["batch"] for line in of})
+        for mode in of[0]["key"]["mode"].split():
+            worst = min(of, key=lambda one: one["summary"]["ratio"][mode]["median"])
+            verdicts = [verdict(line, mode) for line in of]
+            held = sum(one == "met" or "holds" in one for one in verdicts)
+            unclear = verdicts.count("not resolved")
+            missed = len(of) - held - unclear
+            spent = [host_us(line, mode) for line in of]
+            runs = records.ratios(of, mode)
+            mark = "" if records.is_current(of[0]) else f" {reach.OLDER}"
+            where = worst["key"]
+            of_worst = worst["summary"]["ratio"]
+            yield {
+                "vllm": key[0] + mark,
+                "runner": f"{key[1]}, {key[2]}",
+                "batch": " to ".join(map(str, sorted({batches[0], batches[-1]}))),
+                "mode": mode,
+                "lost": lost(runs),
+                "control": lost(records.ratios(of, CONTROL)),
+                "worst": f"{loss(of_worst[mode]['median'])} % ({where['drafts']} "
+                f"drafts, {accepted(worst)} accepted, batch {where['batch']}, "
+                f"{device(worst)}; vLLM itself {loss(of_worst[CONTROL]['median'])} %)",
+                "budget": f"{held}, {unclear}, {f'**{missed}**' if missed else 0}",
+                "host": f"{min(spent):.0f} to {max(spent):.0f} us",
+                "runs": f"{len(runs)}",
+            }
 
 
-def host_range(result: Result, name: str) -> str:
-    """begin + commit of the runs that were put together, their median and range."""
-    spent = [host_us(run, name) for run in result["runs"]]
-    middle = statistics.median(spent)
-    return f"{middle:.1f} us ({min(spent):.1f} to {max(spent):.1f})"
+# -- templates -------------------------------------------------------------------------
 
 
-def once_an_engine(results: Sequence[Result]) -> list[Result]:
-    """One for all batch sizes of an engine: that which has more in it."""
-    rows: dict[tuple[object, ...], Result] = {}
-    for result in results:
-        args, start_s = result["arguments"], result["engine"]["start_s"]
-        engine = (short_device(result), args["runner"], args["context"], start_s)
-        if "true_off" in result or engine not in rows:
-            rows[engine] = result
-    return list(rows.values())
+def _mutations() -> dict[str, Any]:
+    path = records.RESULTS / "mutation_check.json"
+    return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 TEMPLATES.filters |= {
@@ -275,31 +254,39 @@ TEMPLATES.filters |= {
     if inspect.isfunction(one) and one.__module__ == __name__
 }
 TEMPLATES.filters["own_process"] = summary.own_process
-TEMPLATES.globals["summary"] = summary
+TEMPLATES.tests["current"] = records.is_current
+TEMPLATES.globals |= {"summary": summary, "reach": reach, "mutations": _mutations}
 
 
-def rendered(view: str, **content: Any) -> str:
-    """templates/VIEW.md with `result` or `results`. Raises BadBlock."""
+def rendered(view: str, lines: Sequence[Line] | None = None, **content: Any) -> str:
+    """templates/VIEW.md, of these lines, or of the newest of each key in the file that
+    its first line names: "{# KIND: ...". Raises BadBlock."""
+    path = FOLDER / f"{view}.md"
+    if not path.is_file():
+        known = ", ".join(sorted(one.stem for one in FOLDER.glob("*.md")))
+        raise BadBlock(f"there is no view {view!r}; views: {known}")
+    kind = path.read_text(encoding="utf-8").removeprefix("{# ").partition(":")[0]
     try:
-        return TEMPLATES.get_template(f"{view}.md").render(content).rstrip("\n")
-    except jinja2.UndefinedError as error:
-        raise BadBlock(f"a file lacks what the view {view} shows: {error}") from error
+        if lines is None:
+            lines = records.newest(records.read(kind))
+        return TEMPLATES.get_template(path.name).render(lines=lines, **content).strip()
+    except (jinja2.UndefinedError, KeyError, OSError, ValueError) as error:
+        raise BadBlock(f"{kind}.jsonl cannot be shown as {view}: {error}") from error
 
 
-def text(result: Result) -> str:
+def text(line: Line) -> str:
     """What bench_vllm.py prints."""
-    return rendered("report", result=result)
+    return rendered("report", [line])
 
 
-def everything(result: Result) -> str:
-    """What bench_vllm.py printed."""
-    return f"```\n{text(result)}\n```"
+def short(lines: Sequence[Line]) -> str:
+    """Four lines of what bench_vllm.py printed about the newest comparison on a CPU:
+    the check of the outputs, both ratios and the conclusion."""
+    printed = text(comparing(lines, "nwor", has_gpu=False)[0]).splitlines()
+    check, ratios = printed.index("check") + 1, printed.index("tokens/s, ratio") + 2
+    return "\n".join(
+        [printed[check].strip(), *printed[ratios : ratios + 2], printed[-1].strip()]
+    )
 
 
-def short(result: Result) -> str:
-    """Four of the lines that bench_vllm.py printed: of the check of the outputs, both
-    ratios of a comparison, and its last one, the conclusion."""
-    lines = text(result).splitlines()
-    check, ratios = lines.index("check") + 1, lines.index("tokens/s, ratio") + 2
-    shown = [lines[check].strip(), *lines[ratios : ratios + 2], lines[-1].strip()]
-    return "\n".join(["```", *shown, "```"])
+TEMPLATES.filters["short"] = short

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From options to vLLM: its device, the models, the process's environment, how it ends,
-and the engine's arguments.
-
-vLLM has no switch for the device: its build decides. So `--device cpu` or `cuda` does
-not choose, it demands, and a demand that cannot be met is refused before vLLM loads.
+"""From options to vLLM: the models, the process's environment, the engine's arguments,
+and the end of the process. vLLM's build decides on the device.
 
 `shape:NAME` is a configuration without weights: vLLM fills it with random ones
 (`load_format="dummy"`), which is enough to time an engine of that shape. The files are
@@ -106,27 +103,12 @@ def built_for() -> str:
 
 
 def device_for(options: Options) -> str:
-    """ "cpu" or "cuda", after checking that the options can be met there. Raises
-    BadArgument: the device asked for is not there, or refuses an option."""
-    build = built_for()
-    is_other = options.device not in ("auto", build)
-    refuse(
-        options,
-        device=is_other and f"allowed: auto, {build}: vLLM is here of that build",
-    )
-    if build == "cpu":
+    """ "cpu" or "cuda": what vLLM was built for. Raises BadArgument: an option is not
+    possible there."""
+    if (build := built_for()) == "cpu":
         text = "vLLM's CPU kernels refuse synthetic rejection sampling; allowed on cuda"
-        is_v2 = options.runner == "v2"
-        refuse(
-            options,
-            acceptance=options.acceptance is not None and text,
-            runner=is_v2 and "allowed on the device cpu, whose vLLM has only V1: auto",
-        )
-    else:
-        import torch
-
-        has_none = not torch.cuda.is_available()
-        refuse(options, device=has_none and "torch sees no CUDA device")
+        runner = options.runner == "v2" and "vLLM has only V1 on a CPU; allowed: auto"
+        refuse(options, acceptance=options.acceptance and text, runner=runner)
     return build
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From runs to the plain numbers that go to the JSON file and, from there, to tables.
+"""From runs to the plain numbers of a result's line, which all reports and tables show.
 
-Everything a report, a plot or the README shows of a run is computed here once, so that
-they cannot disagree.
+Everything is computed here once, so that they cannot disagree.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ import numpy
 
 from benchmarks.ab import CONTROL, Pair, Run, intervals
 
-# What a file of bench_vllm.py is made of.
-SCHEMA = 3
 # The low end of a ratio's interval is at least this.
 RATIO_BUDGET = 0.995
 # Of begin + commit in a step on a GPU.
@@ -30,29 +27,22 @@ HOST_BUDGET_US = 30.0
 CPU_SHARE_BUDGET = 0.02
 
 
-def pair_samples(pairs: Sequence[Pair]) -> dict[str, dict[str, list[float]]]:
-    """Of all pairs, by their name, in the order of rounds: the ratio, and tokens a
-    second of the reference and of the test."""
-    found: dict[str, dict[str, list[float]]] = {}
+def pair_ratios(pairs: Sequence[Pair]) -> dict[str, list[float]]:
+    """The ratios of all pairs, by their name, in the order of rounds."""
+    found: dict[str, list[float]] = {}
     for pair in pairs:
-        lists = found.setdefault(pair.name, {"ratio": [], "reference": [], "test": []})
-        lists["ratio"].append(pair.ratio)
-        lists["reference"].append(pair.reference_rate)
-        lists["test"].append(pair.test.tokens_per_second)
+        found.setdefault(pair.name, []).append(pair.ratio)
     return found
 
 
-def speed(runs: Sequence[Run]) -> dict[str, Any]:
-    """Medians over runs, of latency over all their requests, of step_us at each step,
-    which has the same batch in all runs."""
+def speed(runs: Sequence[Run]) -> dict[str, float]:
+    """Medians over runs, of latency over all their requests."""
     latencies = [latency for run in runs for latency in run.latency_s]
-    steps = itertools.zip_longest(*(run.step_s for run in runs))
     return {
         "tokens_per_second": statistics.median(run.tokens_per_second for run in runs),
         "latency_s_median": statistics.median(latencies),
-        "latency_s_p95": numpy.percentile(latencies, 95),
+        "latency_s_p95": float(numpy.percentile(latencies, 95)),
         "num_runs": len(runs),
-        "step_us": [round(1e6 * statistics.median(filter(None, of))) for of in steps],
     }
 
 
@@ -148,11 +138,6 @@ def of_runs(
     }
 
 
-def tested(result: dict[str, Any]) -> list[str]:
-    """The names of what a comparison tested against its baseline."""
-    return [name for name in result["summary"]["ratio"] if name != CONTROL]
-
-
 def conclusion(name: str, ratio: dict[str, float], control: dict[str, float]) -> str:
     """What a comparison says in one sentence: the share of throughput that an arm costs
     (less than nothing: it is faster), and how far the control's interval, of the same
@@ -179,10 +164,11 @@ def verdict(ratio: dict[str, float], control: dict[str, float]) -> str:
 
 
 def outputs(tokens: Sequence[Sequence[int]], num_runs: int) -> dict[str, Any]:
-    """Length and digest of the outputs, which all runs had."""
+    """Size and digest of the outputs, which all runs had."""
     text = json.dumps([list(ids) for ids in tokens])
     return {
-        "num_tokens": [len(ids) for ids in tokens],
+        "num_requests": len(tokens),
+        "num_tokens": sum(map(len, tokens)),
         "sha256": hashlib.sha256(text.encode()).hexdigest(),
         "num_runs": num_runs,
     }
@@ -196,7 +182,7 @@ def own_process(result: dict[str, Any]) -> dict[str, float] | None:
     if not result.get("true_off"):
         return None
     speed = result["summary"]["speed"][result["baseline"]]["tokens_per_second"]
-    own = result["true_off"]["samples"]
+    own = result["true_off"]["tokens_per_second"]
     return {
         "median": speed / statistics.median(own),
         "low": speed / max(own),

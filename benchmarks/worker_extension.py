@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """NworWorkerExtension: methods for benches and tests, called by `collective_rpc`.
 
-Give vLLM `worker_extension_cls="benchmarks.worker_extension.NworWorkerExtension"`, and
-call them between steps. In mode `off`, too, where they say that there is no manager.
+Start vLLM with `worker_extension_cls` set to this class, and call the methods between
+steps. They work in mode `off`, too, where there is no manager.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class NworWorkerExtension:
     def nwor_set_hooked(
         self, hooked: bool, stages: bool = True, times: bool = False
     ) -> bool:
-        """Puts NWOR's hooks on vLLM again (True), or takes them all off (False), in
-        this process, so that vLLM runs nothing but its own code: scheduler and front
-        end are here with VLLM_ENABLE_V1_MULTIPROCESSING=0 and one worker only. Returns
-        whether NWOR protects anything here now.
+        """Installs NWOR's hooks in this process again (True), or removes them all
+        (False), so that vLLM runs only its own code. Scheduler and front end are in
+        this process with VLLM_ENABLE_V1_MULTIPROCESSING=0 and one worker. Returns
+        whether NWOR protects anything now.
 
         stages: uses shadow blocks where there are some, or else logs all groups.
         times: keeps host times.
@@ -117,9 +117,8 @@ class NworWorkerExtension:
         self.model_runner.nwor_state.named("audit").audit.restart(mib << 20)
 
     def nwor_reseed(self, seed: int) -> None:
-        """Seeds every generator that a step may draw from: Python's, numpy's, and
-        torch's on the CPU and on all GPUs. Requests' own generators are seeded by
-        their sampling parameters."""
+        """Seeds the generators of Python, numpy and torch. Those of requests are seeded
+        by their sampling parameters."""
         import numpy
         import torch
 
@@ -128,9 +127,7 @@ class NworWorkerExtension:
         torch.manual_seed(seed)
 
     def nwor_report(self) -> dict[str, Any]:
-        """What NWOR has done here so far, as plain values.
-
-        Waits for the device, because the counters are read from it.
+        """NWOR's state and counters as plain values. Waits for the device.
 
         Returns:
             kv_blocks: blocks of the KV cache that requests can have, in every mode:
@@ -175,7 +172,7 @@ def _manager(runner: Any) -> DraftCommitManager | None:
 
 
 def _num_blocks(config: Any) -> int:
-    """Those that the scheduler has: the workers' caches have shadow blocks besides."""
+    """The blocks that the scheduler has; workers' caches also have shadow blocks."""
     reserved = getattr(config, "nwor_shadow", None)
     regions = reserved.values() if isinstance(reserved, dict) else ()
     return min((one.num_real_blocks for one in regions), default=config.num_blocks)

@@ -106,7 +106,7 @@ step_soak() {
 from benchmarks import settings
 for name in ("shape:llama-8b", "shape:llama-8b-eagle"):
     print(settings.find_model("--model", name, settings.TARGET).location)') || return
-    local mode=${2:-stage} json=soak_gpu.json log=$NWOR_GPU_TEST_DIR/soak.log
+    local mode=${2:-stage} log=$NWOR_GPU_TEST_DIR/soak.log
     mkdir -p "$NWOR_GPU_TEST_DIR"
     local args="--load-format dummy --skip-tokenizer-init --served-model-name llama-8b"
     args="$args --max-model-len 2048 --max-num-seqs 64 --gpu-memory-utilization 0.5"
@@ -118,7 +118,7 @@ for name in ("shape:llama-8b", "shape:llama-8b-eagle"):
         # 0.26 ends the engine when a request is aborted that still waits (vLLM issue
         # 49118); two of four drafts are accepted in each window, so that answers can be
         # compared.
-        mode=stage json=soak_gpu_audit.json
+        mode=stage
         local connector='"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
             "kv_connector_extra_config": {"cpu_bytes_to_use": 4294967296,
                 "offload_prompt_only": false}'
@@ -130,14 +130,12 @@ for name in ("shape:llama-8b", "shape:llama-8b-eagle"):
         more=(--env VLLM_NWOR_AUDIT=log --env VLLM_NWOR_AUDIT_MIB=65536)
         more+=(--without abort_before_first_token)
         more+=(--env VLLM_USE_V2_MODEL_RUNNER=1 --env VLLM_NWOR_SHADOW_BLOCKS=128)
-    elif [ "$mode" != stage ]; then
-        json=soak_gpu_$mode.json
     fi
     # Random weights: token ids instead of text. Greedy answers depend on who shares
     # the batch, so the probe is alone. The C library gives freed memory back at once,
     # as in `make soak`, so that a leak can be seen.
     "$PYTHON" tools/soak/soak.py --model "$model" --minutes "${1:-5}" --device cuda \
-        --mode "$mode" --json "$RESULTS/$json" --log "$log" \
+        --mode "$mode" --json "$RESULTS/soak.jsonl" --log "$log" \
         --env MALLOC_MMAP_THRESHOLD_=131072 --env MALLOC_TRIM_THRESHOLD_=131072 \
         --vocab-size 120000 --probe quiet --probe-seconds 20 --concurrency 32 \
         --speculative-config "$drafts" --serve-args "$args" "${more[@]}"
@@ -174,7 +172,7 @@ step_sanitizer() {
 }
 
 step_bench-kernels() {
-    "$PYTHON" bench_kernels.py --device cuda --json "$RESULTS/bench_kernels.json" "$@"
+    "$PYTHON" bench_kernels.py --device cuda --json "$RESULTS/kernels.jsonl" "$@"
 }
 
 step_host-profile() {
@@ -182,7 +180,7 @@ step_host-profile() {
     [ $# -gt 0 ] || set -- v2-k4-a70 v1-ngram-k4-a70
     for cell in "$@"; do
         timeout --kill-after=10 "${NWOR_CELL_S:-480}" "$PYTHON" tools/gpu/host_profile.py \
-            "$cell" --json "$RESULTS/host_profile_$cell.json" || failed=1
+            "$cell" --json "$RESULTS/host_time.jsonl" || failed=1
     done
     return $failed
 }

@@ -223,9 +223,8 @@ def main() -> int:
     caught = sum(one["outcome"] == "caught" for one in outcomes)
     print(f"{caught} of {len(outcomes)} mutations caught")
     if args.json is not None:
-        result = {"kind": "mutation_check", "schema": 1}
-        result["command"] = " ".join(["python tools/mutation_check.py", *sys.argv[1:]])
-        result["environment"] = of_the_copy
+        command = " ".join(["python tools/mutation_check.py", *sys.argv[1:]])
+        result = {**of_the_copy, "command": command}
         result |= {"tests": tests, "mutations": outcomes}
         known = json.loads(args.json.read_text()) if args.json.exists() else {}
         if args.only is not None and known:  # keeps the other outcomes
@@ -234,8 +233,7 @@ def main() -> int:
             others = whole["mutations"]
             named = [one if old["name"] == args.only else old for old in others]
             result = whole | {"mutations": named}
-        whole = {"selftest": result} if args.selftest else result
-        write_json(args.json, known | whole)
+        write_json(args.json, known | ({part: result} if part else result))
     return 0 if caught == len(outcomes) else 1
 
 

@@ -145,13 +145,13 @@ def engines_fixture(
     engine, `num_jobs` at a time. An engine's `entries` are saved as soon as it has
     ended. by_mode: the results file has the mode in its name, unless it is cow.
     """
-    file = f"{kind}_{ON}.json" if by_mode and ON != "cow" else f"{kind}.json"
+    key = {"mode": ON} if by_mode else {}
 
     @pytest.fixture(scope="module")
     def runs(request: pytest.FixtureRequest, pool: Pool) -> dict[str, T]:
         def saved(spec: EngineSpec) -> T:
             found = chain(pool, spec)
-            results.save(file, kind, command, entries(spec, found))
+            results.save(kind, command, entries(spec, found), **key)
             return found
 
         names = {

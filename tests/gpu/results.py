@@ -14,8 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environment
-from benchmarks.files import write_json
+from benchmarks import environment, records
 
 REPO = Path(__file__).resolve().parents[2]
 FOLDER_VARIABLE = "NWOR_GPU_RESULTS"
@@ -54,9 +53,9 @@ def save_verdicts(step: str, *found: str) -> None:
         exit_status[program] = int(status)
         tests[program] = dict.fromkeys(("passed", "failed", "skipped"), 0)
         tests[program] |= {what: int(count) for count, what in counts}
-    name, entry = step.split()[0], {"exit_status": exit_status, "tests": tests}
+    entry = {"exit_status": exit_status, "tests": tests}
     command = f"tools/gpu_run.sh {step}".rstrip()
-    save(f"gpu_{name}.json", f"gpu_{name}", command, {"all": entry})
+    save("programs", command, {"none": entry}, step=step.split()[0])
 
 
 if __name__ == "__main__":

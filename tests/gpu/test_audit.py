@@ -40,7 +40,7 @@ def audited(job: str, num_jobs: int = Pool.num_jobs) -> Any:
     def chain(pool: Pool, spec: EngineSpec) -> Chain:
         return {ON: pool.run(job, spec, ON, **AUDIT)}
 
-    return engines_fixture("gpu_audit", chain, entries, COMMAND, num_jobs=num_jobs)
+    return engines_fixture("audit", chain, entries, COMMAND, num_jobs=num_jobs)
 
 
 def faulty_and_mended(pool: Pool, spec: EngineSpec) -> Chain:
@@ -52,7 +52,7 @@ def faulty_and_mended(pool: Pool, spec: EngineSpec) -> Chain:
 
 runs = audited("audit")
 sleeping = audited("sleep", num_jobs=1)  # as in test_sleep.py
-corrupting = engines_fixture("gpu_audit", faulty_and_mended, entries, COMMAND)
+corrupting = engines_fixture("audit", faulty_and_mended, entries, COMMAND)
 
 
 def findings(looks):

@@ -47,7 +47,7 @@ def entries(spec: EngineSpec, found: dict[str, Any] | None) -> dict[str, Any]:
 
 
 verdicts, single_verdicts = (
-    engines_fixture("gpu_engines", verdict, entries, by_mode=True, num_jobs=num_jobs)
+    engines_fixture("engines", verdict, entries, by_mode=True, num_jobs=num_jobs)
     for num_jobs in (Pool.num_jobs, 1)
 )
 
@@ -100,7 +100,7 @@ def test_why_a_group_whose_drafter_copies_the_block_table_is_not_staged(pool):
         | {"is_vanillas": tokens[name] == tokens["off"]}
         for name, run in runs.items()
     }
-    results.save("gpu_copied_table.json", "gpu_copied_table", "make gpu-test", entries)
+    results.save("cases", "make gpu-test", entries, case="copied_table")
     refused, forced = (runs[how].report["groups"][0] for how in ("refused", "forced"))
     assert (refused["resolved"], forced["resolved"]) == ("cow", "stage")
     assert "may copy the block table" in refused["reason"]
@@ -118,7 +118,7 @@ def test_a_missed_begin_on_v2(pool):
     whole, without = run.whole()["whole"], run.report["without"]
     entry = {name: without[name] for name in ("num_windowed", "counters")}
     entries = {ON: run.entry("raised") | entry}
-    results.save("gpu_missed_begin.json", "gpu_missed_begin", "make gpu-test", entries)
+    results.save("cases", "make gpu-test", entries, case="missed_begin")
     assert whole["counters"].get(MISSED, 0) == whole["counters"]["nwor_breaches"] == 0
     assert without["num_windowed"] == whole["num_windowed"] > 0
     counters = without["counters"]

@@ -57,9 +57,7 @@ def entries(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
     return {spec.name: found}
 
 
-runs = engines_fixture(
-    "gpu_faults", chain, entries, "make gpu-test STEPS='build faults'"
-)
+runs = engines_fixture("faults", chain, entries, "make gpu-test STEPS='build faults'")
 
 
 def check_put_back(look):

@@ -39,7 +39,7 @@ def shortened(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
 
 
 runs = engines_fixture(
-    "gpu_sync",
+    "sync",
     lambda pool, spec: pool.off_on("sync", spec, VLLM_GPU_SYNC_CHECK="error"),
     shortened,
     by_mode=True,

@@ -11,7 +11,7 @@ from tests.gpu.pool import ON, engines_fixture, engines_of
 
 ENGINES = engines_of("offloading")
 runs = engines_fixture(
-    "gpu_offloading",
+    "offloading",
     lambda pool, spec: pool.off_on("one_row", spec),
     lambda spec, chain: {
         spec.name: {mode: run.entry("counters", "moved") for mode, run in chain.items()}

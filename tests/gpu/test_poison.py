@@ -59,7 +59,7 @@ def judge(spec: EngineSpec, run: Finished) -> dict[str, Any]:
 
 
 runs = engines_fixture(
-    "gpu_poison",
+    "poison",
     lambda pool, spec: judge(spec, pool.run("poison", spec, OFF)),
     lambda spec, entry: {spec.name: entry},
     "make gpu-test STEPS='build poison'",

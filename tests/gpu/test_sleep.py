@@ -92,10 +92,11 @@ def entries(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
 
 
 runs = engines_fixture(
-    "gpu_sleep",
+    "sleep",
     lambda pool, spec: pool.off_on("sleep", spec),
     entries,
     "make gpu-test STEPS='build sleep'",
+    by_mode=True,
     num_jobs=1,  # while one engine sleeps, others must not take its memory
 )
 

@@ -9,7 +9,6 @@ were not run again are kept, each with its own environment.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import vllm
-from benchmarks import environment
-from benchmarks.files import write_json
+from benchmarks import environment, records
 
 from tests.helpers.environment import REPO
 
 FOLDER_VARIABLE = "NWOR_REACH_RESULTS"
-FILE = "cpu_engines.json"
+FILE = "engines.jsonl"
 EXACT, OUTPUTS, REFUSED, FAILED = "exact", "outputs", "refused", "failed"
 
 
@@ -88,11 +86,7 @@ def refused_stand_in(
 
 
 def save(entry: dict[str, Any], path: Path) -> None:
-    entries: dict[str, Any] = {}
-    if path.is_file():
-        entries = json.loads(path.read_text(encoding="utf-8"))["entries"]
-    key = "/".join(entry[part] for part in ("vllm", "kind", "name", "mode"))
     about = environment.describe("cpu", REPO)
-    entries[key] = entry | {"environment": about, "command": "make reach"}
-    ordered = {key: entries[key] for key in sorted(entries)}
-    write_json(path, {"kind": "cpu_engines", "schema": 1, "entries": ordered})
+    key = {part: entry[part] for part in ("vllm", "kind", "name", "mode")}
+    line = {"key": key, **about, "command": "make reach", "found": entry}
+    records.append(path, line)

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks import environment
-from benchmarks.files import write_json
+from benchmarks import environment, records
 
 from tests.simulation.seats import Rule
 from tests.simulation.simulator import Operation, Simulator, draw_operations
@@ -124,7 +123,7 @@ def main() -> int:
     parser.add_argument("--seat-steps", type=int, default=0, help="of seats.py")
     parser.add_argument("--replay", help="operations as JSON, for --seed's world")
     parser.add_argument("--of-seats", action="store_true", help="--replay there")
-    parser.add_argument("--json", type=Path, help="where to write what was found")
+    parser.add_argument("--json", type=Path, help="file to append what was found to")
     args = parser.parse_args()
     torch.set_num_threads(1)  # more threads do not help copies this small
     if args.replay is not None:
@@ -145,10 +144,9 @@ def main() -> int:
     num_operations = sum(n for name, n in totals.items() if name.startswith("operati"))
     if args.json is not None:
         found = {
-            "kind": "simulation",
-            "schema": 2,
+            "key": {"program": "simulation"},
+            **environment.describe("cpu", REPO),
             "command": " ".join(["python -m tests.simulation", *sys.argv[1:]]),
-            "environment": environment.describe("cpu", REPO),
             "first_seed": args.seed,
             "num_seat_steps": args.seat_steps,
             "num_operations": num_operations,
@@ -156,7 +154,7 @@ def main() -> int:
             "violations": violations,
             "totals": totals,
         }
-        write_json(args.json, found)
+        records.append(args.json, found)
     print(
         f"{num_operations} operations from seed {args.seed} on, "
         f"{totals['commits']} commits of {totals['windows']} windows, "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 import time
 from dataclasses import replace
@@ -20,9 +19,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from benchmarks import ab, files, settings, summary
+from benchmarks import ab, files, records, settings, summary
 from benchmarks.ab import NworDone, Run
-from benchmarks.arguments import BadArgument, parse
+from benchmarks.arguments import parse, without_compare_only
 from benchmarks.engine import Engine, EngineFailed
 from benchmarks.worker_extension import NworWorkerExtension
 
@@ -37,6 +36,7 @@ ROOT = Path(bench_vllm.__file__).parent
 TOKENS = [[11, 12, 13], [21, 22, 23, 24]]
 COUNTS = {"windows": 5, "staged": 20, "committed": 12, "rejected": 8}
 COUNTS |= {"invalid_slots": 0, "restored_bytes": 800, "logged_bytes": 2000}
+COUNTS |= {"shadow_copied_bytes": 0, "committed_bytes": 0}
 
 
 def make_run(active: bool, seconds: float = 1.0, tokens=TOKENS) -> Run:
@@ -44,7 +44,7 @@ def make_run(active: bool, seconds: float = 1.0, tokens=TOKENS) -> Run:
     return Run(
         outputs=[list(ids) for ids in tokens],
         step_s=[seconds / 2, seconds / 2],
-        spans=[(0, 1), (0, 2)],
+        num_steps=[1, 2],
         drafts=drafts | {"accepted_per_position": [5, 4, 2, 1]},
         nwor=NworDone(COUNTS, [10.0, 30.0], [5.0, 15.0]) if active else None,
     )
@@ -54,7 +54,7 @@ def make_run(active: bool, seconds: float = 1.0, tokens=TOKENS) -> Run:
 TRUE_OFF = {
     "outputs": {"tokens": TOKENS},
     "engine": {"kv_blocks": 70},
-    "samples": [14 / 3, 7 / 3, 28 / 3],
+    "tokens_per_second": [14 / 3, 7 / 3, 28 / 3],
     "summary": {"speed": {"off": summary.speed([make_run(False)])}},
 }
 
@@ -72,11 +72,11 @@ def engine(monkeypatch, tmp_path):
 
     group = {"group": 0, "requested": "stage", "resolved": "cow", "reason": "why"}
     found = {"kv_blocks": 64, "groups": [group], "fallbacks": {}}
-    target, waves = settings.Model("somewhere", "fake-model", False), [[[1, 2], [3, 4]]]
-    engine = Mock(spec=Engine, target=target, drafter=None, waves=waves, start_s=0.1)
+    target, ids = settings.Model("somewhere", "fake-model", False), [[1, 2], [3, 4]]
+    engine = Mock(spec=Engine, target=target, drafter=None, prompts=ids, start_s=0.1)
     engine.run.side_effect = lambda *arms, times=False: make_run(arms[0].hooked)
     engine.report.return_value = found | {"log_bytes_per_draft": 9, "log_bytes": 99}
-    engine._encode.return_value = waves
+    engine.encode.return_value = ids
     processes = SimpleNamespace(run=run_off, DEVNULL=None)
     monkeypatch.setattr(bench_vllm, "subprocess", processes)
     monkeypatch.setattr(bench_vllm, "find_models", lambda options: None)
@@ -160,9 +160,10 @@ def test_met_goes_by_the_low_end_and_never_by_the_control(
 
 
 def written(words: str) -> dict[str, Any]:
-    """What bench_vllm.py writes with these arguments."""
-    assert bench_vllm.main([*words.split(), "--json", "results/a.json"]) == 0
-    return json.loads(Path("results/a.json").read_text())
+    """The line that bench_vllm.py appends with these arguments."""
+    assert bench_vllm.main([*words.split(), "--json", "results/a.jsonl"]) == 0
+    (line,) = records.read("a", Path("results"))
+    return line
 
 
 def test_each_arm_makes_every_step_of_a_round_once():
@@ -177,8 +178,8 @@ def test_each_arm_makes_every_step_of_a_round_once():
         slow = 1 + (len(ran) > 3 + 4)
         of_step = [arms[n // ab.TURN_STEPS % len(arms)] for n in range(num_steps)]
         step_s = [slow * cost[arm.name] * 2.0**n for n, arm in enumerate(of_step)]
-        spans = [(0, 3), (0, num_steps)]
-        return replace(make_run(False), step_s=step_s, spans=spans)
+        ends = [3, num_steps]
+        return replace(make_run(False), step_s=step_s, num_steps=ends)
 
     arms = [ab.UNHOOKED, *(ab.Arm(name, hooked=True) for name in ("cow", "stage"))]
     pairs = ab.compare(run, arms, 2, None, 2, lambda what: None)
@@ -205,12 +206,10 @@ def test_ratios_are_to_both_runs_of_the_baseline_and_host_times_of_other_runs(
 
     engine.run.side_effect = run
     result = written("")
-    assert result["samples"]["nwor"] == {
-        "ratio": [0.5] * 7,
-        "reference": [3.5] * 7,
-        "test": [1.75] * 7,
-    }
-    assert result["samples"]["control"]["ratio"] == [0.333333] * 7
+    assert result["pairs"] == {"nwor": [0.5] * 7, "control": [0.333333] * 7}
+    names = ("cell", "batch", "runner", "drafter", "mode")
+    key = [result["key"][name] for name in names]
+    assert key == ["bench_vllm.py", 4, "V1", "ngram", "nwor"]
     assert result["summary"]["speed"]["unhooked"]["num_runs"] == 14
     assert result["summary"]["acceptance"]["per_position"] == [1.0, 0.8, 0.4, 0.2]
     did = result["summary"]["nwor"]["nwor"]
@@ -227,59 +226,11 @@ def test_ratios_are_to_both_runs_of_the_baseline_and_host_times_of_other_runs(
     assert "KV blocks that NWOR costs: 6" in printed
 
 
-def test_a_single_modes_speed_is_of_runs_without_the_clock(engine, capsys):
-    """Two tokens are a second in those with it. No control is spoken of that is not
-    there, and drafts that no log holds are not called logged."""
-    engine.run.side_effect = lambda arm, times=False: make_run(
-        arm.hooked, 3.5 if times else 1.0
-    )
-    result = written("--mode stage --repeats 2")
-    assert result["samples"] == [7.0, 7.0]
-    found = result["summary"]
-    assert found["speed"]["stage"]["step_us"] == [500_000] * 2
-    assert found["nwor"]["stage"]["host"]["step_us_median"] == 1.75e6
-    printed = capsys.readouterr().out
-    assert "vary: --mode compare runs both sides in turns, with a control" in printed
-    assert "its control" not in printed
-    assert "drafts protected" in printed
-    assert "drafts logged" not in printed
-
-
-def test_a_conclusion_says_cost_and_noise():
-    ratio = {"median": 0.989, "low": 0.969, "high": 0.997}
-    said = (
-        "nwor costs 1.1 % of the throughput (0.3 to 3.1); noise of this machine 1.6 %"
-    )
-    noisy = {"low": 0.984, "high": 1.004}
-    assert summary.conclusion("nwor", ratio, {"low": 0.995, "high": 1.016}) == said
-    said += ": no difference was resolved from it"
-    assert summary.conclusion("nwor", ratio, noisy) == said
-
-
-@pytest.mark.parametrize("option", ["--model", "--draft-model"])
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        ("/nonexistent/model", "that folder does not exist; allowed: a model's fo"),
-        ("models/a/b", "that folder does not exist"),
-        (".", "that folder has no config.json"),
-        ("shape:tyni", "allowed shapes: shape:llama-8b"),
-    ],
-)
-def test_a_model_that_is_not_there_is_named_before_vllm_is_loaded(option, value, said):
-    with pytest.raises(BadArgument) as error:
-        settings.find_model(option, value, "default")
-    assert str(error.value).startswith(f"argument {option}: '{value}' cannot be used; ")
-    assert said in str(error.value)
-    assert settings.find_model(option, "owner/name", "default").label == "owner/name"
-
-
 def test_the_process_without_nwor_gets_no_argument_of_compare_alone():
     argv = ["--against", "cow", "--pairs-until-ci=0.01", "--no-true-off"]
     argv += ["--batch-size", "2"]
-    found = bench_vllm.true_off_arguments([*argv, "--against=stage"], Path("a.json"))
-    assert found[:2] == ["--batch-size", "2"]
-    assert parse(found).against == "nwor"
+    found = without_compare_only([*argv, "--against=stage"])
+    assert found == ["--batch-size", "2"]
     assert parse(argv).against == "cow"
 
 
@@ -287,7 +238,7 @@ FINE = make_run(True)
 CHANGED = make_run(True, tokens=[[11, 12, 13], [21, 22, 99, 24]])
 SHORTER = make_run(True, tokens=[[11, 12, 13], [21, 22]])
 DIFFER = "no speed is printed, outputs differ: request 1 differs at output token 2: "
-# Arguments, runs, exit status and what is said.
+# Arguments, runs, exit status and message.
 NO_RESULT = [
     (
         *("--no-true-off", [*[FINE] * 6, CHANGED], 1),
@@ -302,18 +253,17 @@ NO_RESULT = [
         f"{DIFFER}an engine without NWOR gave token 23, the warm-up of unhooked gave",
     ),
     (
-        *("--mode stage", [FINE, CHANGED], 1),
-        f"{DIFFER}an earlier run gave token 23, stage, 1 gave token 99",
+        *("--mode off", [FINE, CHANGED], 1),
+        f"{DIFFER}an earlier run gave token 23, off, 1 gave token 99",
     ),
-    ("--mode cow", [EngineFailed("not active: why")], 1, "not active: why"),
+    ("--no-true-off", [EngineFailed("not active: why")], 1, "not active: why"),
     ("--repeats 6", [], 2, "argument --repeats: '6'"),
     (
-        *("--mode nwor --against cow", [], 2),
+        *("--mode off --against cow", [], 2),
         "argument --against: 'cow' cannot be used; it is for --mode compare, and the",
     ),
     ("--mode off --pairs-until-ci 0.1", [], 2, "argument --pairs-until-ci: '0.1' can"),
     ("--mode off --no-true-off", [], 2, "argument --true-off: 'False' cannot be used"),
-    ("--model shape:tiny --prompts a", [], 2, "argument --prompts: 'a' cannot be use"),
     ("--json .", [], 2, "argument --json: '.' cannot be used; it is a folder; allowed"),
     ("--method eagle", [], 2, "argument --draft-model: 'None' cannot be used; needed"),
 ]
@@ -349,18 +299,7 @@ def test_a_result_has_rounded_floats_and_no_folder_of_the_machine():
     }
 
 
-def test_committed_results_are_as_they_are_written_and_hold_no_absolute_path():
-    text = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
-    assert files.recorded(text) == text
-    paths = sorted((ROOT / "results").glob("*.json"))
-    assert len(paths) > 10
-    for path in paths:
-        text = path.read_text(encoding="utf-8")
-        content = files.recorded(json.loads(text))
-        assert f"{files.json_text(content)}\n" == text, path.name
-
-
-# --- the worker extension, beside what tests/integration/test_stats_inprocess.py shows
+# --- the worker extension (more in tests/integration/test_stats_inprocess.py)
 
 
 def test_host_times_have_one_begin_for_stage_and_begin(monkeypatch):
@@ -421,74 +360,47 @@ def test_cells_are_commands_that_bench_vllm_takes():
 
 
 @pytest.mark.parametrize(
-    ("cell", "variable", "kv_blocks"),
+    ("cell", "kv_blocks"),
     [
-        ("v1-ngram-no-metrics", "VLLM_NWOR_EMIT_METRICS=0 ", {1: 0, 64: 0}),
         # An engine that had to compile has fewer KV blocks for that reason.
-        ("v2-k4-a70", "", {1: None, 16: 0, 64: 0}),
-        ("v2-default-seqs", "", {16: 70}),
+        ("v2-k4-a70", {1: None, 16: 0, 64: 0}),
+        ("v2-default-seqs", {16: 70}),
     ],
 )
-def test_a_cell_runs_each_batch_size_on_one_engine(
-    cell, variable, kv_blocks, engine, monkeypatch, tmp_path, capsys
-):
-    """Each file says with which command of bench_vllm.py it can be had again."""
-    monkeypatch.setenv("VLLM_NWOR_EMIT_METRICS", "1")
-    batches = map(str, kv_blocks)
-    arguments = "--results", ".", "--seconds", "0", "--batches", *batches
+def test_a_cell_runs_each_batch_size_on_one_engine(cell, kv_blocks, engine, capsys):
+    """Each line says with which command of bench_vllm.py it can be had again."""
+    arguments = "--results", ".", "--seconds", "0", "--batches", *map(str, kv_blocks)
     assert cells.main([cell, *arguments]) == 0
-    said = capsys.readouterr().out
     compared = {}
-    for path in tmp_path.iterdir():
-        found = json.loads(path.read_text())
-        batch, samples = found["arguments"]["batch_size"], found["samples"]
-        assert found["command"].startswith(f"{variable}python bench_vllm.py ")
-        assert f"--batch-size {batch} " in found["command"]
-        assert list(samples) == ["cow", "stage", "control"]
-        compared[batch] = found.get("true_off", {"kv_blocks": 0})["kv_blocks"]
+    for line in records.read("throughput", Path()):
+        batch = line["key"]["batch"]
+        assert line["key"]["cell"] == cell
+        assert line["command"].startswith("python bench_vllm.py ")
+        assert f"--batch-size {batch} " in line["command"]
+        assert list(line["pairs"]) == ["cow", "stage", "control"]
+        compared[batch] = line.get("true_off", {"kv_blocks": 0})["kv_blocks"]
     assert compared == kv_blocks
+    is_said = "KV blocks that NWOR costs" in capsys.readouterr().out
+    assert is_said is (70 in kv_blocks.values())
     with pytest.raises(SystemExit):
         cells.main([cell, "--batches", "128"])
     assert "--batches [128]: allowed of" in capsys.readouterr().err
-    is_said = "KV blocks that NWOR costs" in said
-    assert is_said is (70 in kv_blocks.values())
-    assert os.environ["VLLM_NWOR_EMIT_METRICS"] == ("0" if variable else "1")
 
 
 # --- tools/gpu/host_profile.py
 
 
-def test_host_profile_has_begin_and_commit_of_each_kind(engine, monkeypatch):
-    """Every run's launches are the library's, or what stands in for them."""
-
-    def way() -> SimpleNamespace:
-        return SimpleNamespace(begins=[(0, "begin")], commits=["commit"])
-
-    def is_ours() -> set[bool]:
-        ways = manager.shadow, manager.undo_log
-        begins = {one.begins[0][1] == "begin" for one in ways}
-        return begins | {one.commits[0] == "commit" for one in ways}
-
-    def run(arm: ab.Arm, times: bool = False) -> Run:
-        ran.add((arm.name, *is_ours()))
-        return make_run(arm.hooked)
-
-    ran: set[tuple[Any, ...]] = set()
-    manager = SimpleNamespace(device="cpu", shadow=way(), undo_log=way())
-    engine.rpc.return_value, engine.run.side_effect = manager, run
+def test_host_profile_has_begin_and_commit_of_each_mode(engine, monkeypatch):
+    """(10, 30) and (5, 15) us in each run."""
     monkeypatch.setattr(host_profile, "kernel_times", lambda engine, arm: {})
     monkeypatch.setattr(host_profile.HookTimes, "watch", lambda times: None)
-    assert host_profile.main(["v2-k4-a70", "--rounds", "1", "--json", "a.json"]) == 0
-    hooked = set(itertools.product(("stage", "cow"), (True, False)))
-    assert ran == {("unhooked", True), *hooked}
-    assert is_ours() == {True}
-    result = json.loads(Path("a.json").read_text())
-    # (10, 30) and (5, 15) us in each run.
-    for times in result["host"].values():
+    assert host_profile.main(["v2-k4-a70", "--rounds", "1", "--json", "a.jsonl"]) == 0
+    (line,) = records.read("a", Path())
+    assert line["host"].keys() == {"stage", "cow"}
+    for times in line["host"].values():
         medians = {part: one["median_us"] for part, one in times.items()}
         assert medians == {"begin": 20, "commit": 10, "both": 30}
-    assert set(result["step_us"].values()) == {500_000}
-    assert set(result["step_us"]) - set(result["host"]) == {"unhooked"}
+    assert set(line["step_us"].values()) == {500_000}
 
 
 def test_a_hooks_time_is_without_what_it_wraps(monkeypatch):

@@ -1,84 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU tests' own parts, as far as no engine is needed: that the matrix covers what
-it claims, that the byte oracle sees what it must on a V2 runner made up here, and that
-an engine which hangs or dies does not take the others with it.
-tests/integration/test_gpu_harness.py has a real engine, on V1, and verdicts.
+"""Parts of the GPU tests that need no engine: the matrix covers every pair, the byte
+oracle reports each kind of violation on a V2 runner made up here, and an engine that
+hangs or dies does not stop the others. tests/integration/test_gpu_harness.py has real
+engines, on V1, and verdicts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import json
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from benchmarks import environment
+from benchmarks import environment, records
 
 from tests.gpu import engines, results
 from tests.gpu.pool import Pool
-from tests.gpu.rows import hits_at_once
-from tests.helpers.environment import REPO, subprocess_env
 from tests.helpers.oracle import Watch
-from tests.helpers.player import Player, Request
 from vllm_nwor.ops import SAVED_COLUMNS
 
 
 def test_matrix_covers_every_pair():
     assert engines.uncovered_pairs() == set()
-
-
-# -- rows ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("drafter", "changes", "expected"),
-    [
-        ("ngram", {}, True),
-        ("ngram", {"sharing/1": 180}, False),
-        ("ngram", {"joining/0": 36}, False),
-        ("eagle", {"joining/0": 36}, True),
-        ("ngram", {"leading/0": 1}, False),
-    ],
-)
-def test_a_row_has_seen_hits_at_once(drafter, changes, expected):
-    spec = replace(engines.MATRIX[0], drafter=drafter)
-    first = ("sharing/0", 180), ("sharing/1", 36)
-    second = ("leading/0", 5), ("joining/0", 20)
-    batches = [
-        [(name, changes.get(name, num)) for name, num in batch]
-        for batch in (first, second)
-    ]
-    assert hits_at_once(spec, batches) == expected
-    assert not hits_at_once(spec, [batches[0][:1], *batches])
-
-
-def test_a_request_waits_for_a_block_that_fills():
-    known = {"other/0": SimpleNamespace(num_tokens=8, spec_token_ids=[7])}
-    player = Player()
-    player.llm = SimpleNamespace(
-        engine_core=SimpleNamespace(
-            engine_core=SimpleNamespace(scheduler=SimpleNamespace(requests=known))
-        ),
-        vllm_config=SimpleNamespace(cache_config=SimpleNamespace(block_size=4)),
-    )
-    request = Request("behind", (9,), 1, behind="some/")
-    assert player._arrived(request) == request  # there is none
-    for num_tokens, drafts, expected in ((8, [], None), (7, [5], None), (8, [5], 9)):
-        text = tuple(range(num_tokens))
-        known["some/1"] = SimpleNamespace(
-            num_tokens=num_tokens, spec_token_ids=drafts, all_token_ids=text
-        )
-        arrived = player._arrived(request)
-        assert (arrived and arrived.prompt) == (expected and (*text, expected))
 
 
 # -- the byte oracle -------------------------------------------------------------------
@@ -207,7 +155,7 @@ def test_oracle_reports_vanilla_and_numbers_that_do_not_add_up(runner):
         ("log", "target.0", 13, "unmapped write"),
     ],
 )
-def test_oracle_reports_a_write_that_nobody_ordered(runner, when, layer, slot, kind):
+def test_oracle_reports_an_unexpected_write(runner, when, layer, slot, kind):
     plain = getattr(runner, when)
 
     def too_much():
@@ -302,17 +250,6 @@ def test_oracle_sees_a_shadow_block_that_a_request_is_given(runner, comes, block
     ] * (block == 4)
 
 
-def test_digests_leave_out_what_rejected_drafts_wrote_and_nothing_else(runner):
-    vanilla, other = copy.deepcopy(runner), Runner()
-    vanilla.restore = lambda: None
-    other.value = 7.0  # what was accepted differs
-    restored = watched(runner, num_steps=2)["digests"]
-    assert watched(vanilla, num_steps=2)["digests"] == restored
-    for found, known in zip(watched(other, 2)["digests"], restored, strict=True):
-        are_equal = [one == same for one, same in zip(found, known, strict=True)]
-        assert are_equal == [True, False, False]
-
-
 # -- processes and results -------------------------------------------------------------
 
 # In the place of Python, called with -m tests.gpu.process JOB ENGINE OUT MODELS.
@@ -351,68 +288,21 @@ def test_an_engine_that_hangs_is_stopped_with_all_that_it_started(
             time.sleep(0.05)
 
 
-def test_entries_that_are_saved_at_once_are_all_there(tmp_path, monkeypatch):
-    monkeypatch.setenv(results.FOLDER_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(environment, "describe", lambda *_: {"packages": {}})
-
-    def save(number: int) -> None:
-        results.save("a.json", "k", "c", {f"engine {number}": {"n": number}})
-
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(save, range(40)))
-
-    found = json.loads((tmp_path / "a.json").read_text())["entries"]
-    assert {entry["n"] for entry in found.values()} == set(range(40))
-
-
 def test_a_step_is_kept_with_how_it_ended_and_what_pytest_counted(
     tmp_path, monkeypatch
 ):
     for variable in (results.FOLDER_VARIABLE, "NWOR_WORK"):
         monkeypatch.setenv(variable, str(tmp_path))
-    monkeypatch.setattr(environment, "describe", lambda *_: {"packages": {}})
+    about = {"date": "today", "commit": "abc", "machine": {"cpu": "one"}}
+    about["versions"] = {"vllm": "0.26.0"}
+    monkeypatch.setattr(environment, "describe", lambda *_: about)
     said = "2 failed, 3 passed, 4 skipped, 5 deselected in 61.20s (0:01:01)\n"
     (tmp_path / "a.log").write_text(f"9 failed\n{said}1 failed\n")
     (tmp_path / "b.log").write_text("killed\n")
     results.save_verdicts("kernels ", "a=1", "b=137")
-    found = json.loads((tmp_path / "gpu_kernels.json").read_text())
-    entry = found["entries"]["all"]
-    assert entry["command"] == "tools/gpu_run.sh kernels"
+    (line,) = records.read("programs", tmp_path)
+    assert line["command"] == "tools/gpu_run.sh kernels"
+    entry = line["found"]
     assert entry["exit_status"] == {"a": 1, "b": 137}
     assert entry["tests"]["a"] == {"failed": 2, "passed": 3, "skipped": 4}
     assert set(entry["tests"]["b"].values()) == {0}
-
-
-# -- where there is no GPU -------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("processes", "has_gpu"), [(0, False), (0, True), (2, False)])
-def test_without_a_gpu_one_line_says_how_many_tests_need_one(
-    processes, has_gpu, tmp_path
-):
-    """Also where pytest-xdist runs them, whose processes all collect the same; those
-    that -m leaves out are not counted."""
-    cuda = f"cuda = type('', (), {{'is_available': lambda: {has_gpu}}})"
-    (tmp_path / "torch.py").write_text(f"{cuda}\n")
-    (tmp_path / "test_a.py").write_text(
-        "import pytest\n\ndef test_here(): ...\n\n"
-        "@pytest.mark.gpu\n@pytest.mark.parametrize('n', range(3))\n"
-        "def test_there(n): ...\n\n"
-        "@pytest.mark.gpu\n@pytest.mark.nightly\ndef test_at_night(): ...\n"
-    )
-    marks = ["-o", "markers=gpu\nnightly", "-m", "not nightly", "-c", "/dev/null"]
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", *marks]
-    done = subprocess.run(
-        [*command, *(["-n", str(processes)] if processes else []), str(tmp_path)],
-        env=subprocess_env(PYTHONPATH=f"{tmp_path}:{REPO}"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = "GPU tests: 3 deselected, there is no NVIDIA GPU that torch can use; on a"
-    lines = [line for line in done.stdout.splitlines() if line.startswith("GPU tests")]
-    assert [line.startswith(said) for line in lines] == [True] * (not has_gpu)
-    assert f"{1 + 3 * has_gpu} passed" in done.stdout
-    assert "skipped" not in done.stdout
-    assert done.stdout.count("collecting: each process imports torch and vLLM") == 1

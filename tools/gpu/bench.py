@@ -4,13 +4,13 @@
 
     python tools/gpu/bench.py v2-k4-a70 --results results --seconds 70
 
-does what `python bench_vllm.py` does with each batch size's arguments, and writes what
-it would write, to RESULTS/bench_gpu_CELL_bN.json, without starting the engine anew for
-each: an 8B engine takes longer to start than to measure. Pairs are added until their
-intervals are narrow enough or `--seconds` are over; the file says which it was.
+does what `python bench_vllm.py` does with each batch size's arguments, and appends the
+line that it would append, to RESULTS/throughput.jsonl, without another start of the
+engine: an 8B engine takes longer to start than to measure. Pairs are added until their
+intervals are narrow enough or `--seconds` are over; the line says which it was.
 
-A cell is a list of arguments of bench_vllm.py, and for one cell a variable, so that any
-of its results can be had again by that program alone. vLLM fixes the synthetic
+A cell is a list of arguments of bench_vllm.py, so that this program alone can repeat
+any of its results. vLLM fixes the synthetic
 acceptance of an engine when it starts: two acceptances are two cells. Drafts come from
 an EAGLE head with random weights, which proposes all k of them in every step, on both
 model runners, unless a cell says otherwise.
@@ -21,7 +21,6 @@ Exit status: 0 done; 1 outputs differ or vLLM does not run; 2 a bad argument.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -34,10 +33,10 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import ab, environment, prompts, report  # noqa: E402
+from benchmarks import ab, environment, records, report  # noqa: E402
 from benchmarks.arguments import MIN_PAIRS, BadArgument, Options, parse  # noqa: E402
 from benchmarks.engine import Engine, EngineFailed  # noqa: E402
-from benchmarks.files import recorded, write_json  # noqa: E402
+from benchmarks.files import recorded  # noqa: E402
 from benchmarks.settings import device_for, leave, prepare_process  # noqa: E402
 
 import bench_vllm  # noqa: E402
@@ -50,13 +49,11 @@ RATES = _READ["rates"]
 
 @dataclass(frozen=True)
 class Cell:
-    """One engine. name: of its results' files. batches: batch sizes, run in this order.
-    true_off: how often an engine that never loaded NWOR is started before it, at its
-    first batch size; the last is compared. Whoever compiles first gets fewer KV blocks:
-    only after a second start is their number compared too.
-    metrics: whether NWOR counts for Prometheus (VLLM_NWOR_EMIT_METRICS). block_size:
-    tokens a KV block; 0 for vLLM's choice. against: what is compared with an unhooked
-    engine."""
+    """One engine. name: in the keys of its results. batches: batch sizes, run in this
+    order. true_off: how often an engine that never loaded NWOR is started before it, at
+    its first batch size; the last is compared. Whoever compiles first gets fewer KV
+    blocks: their number is compared only after a second start. block_size: tokens a KV
+    block; 0 for vLLM's choice. against: what is compared with an unhooked engine."""
 
     name: str
     runner: str
@@ -68,13 +65,8 @@ class Cell:
     max_tokens: int = 256
     max_num_seqs: int = 64
     true_off: int = 0
-    metrics: bool = True
     block_size: int = 0
     against: str = "stage"
-
-    def variables(self) -> dict[str, str]:
-        """What the environment must have, beside what bench_vllm.py sets."""
-        return {} if self.metrics else {"VLLM_NWOR_EMIT_METRICS": "0"}
 
     def arguments(self, batch_size: int) -> list[str]:
         """Arguments of bench_vllm.py for one batch size."""
@@ -101,7 +93,7 @@ BUDGETED = tuple(cell.name for cell in CELLS[:5])
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """Of a program with this docstring, whose argument CELL is a name in BY_NAME."""
+    """The parser of a program with this docstring; CELL is a name in BY_NAME."""
     made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     text = ", ".join(BY_NAME)
     made.add_argument("cell", choices=BY_NAME, metavar="CELL", help=text)
@@ -120,7 +112,7 @@ def most_pairs(engine: Engine, options: Options, seconds: float) -> int:
 
 
 def run_cell(cell: Cell, results: Path, seconds: float, batches: Sequence[int]) -> None:
-    """Starts the cell's engine and measures each of these: the results' files."""
+    """Starts the cell's engine and measures each of these batch sizes."""
     argvs = {batch: cell.arguments(batch) for batch in batches}
     first, *_ = options = {batch: parse(argv) for batch, argv in argvs.items()}
     true_off: dict[str, Any] | None = None
@@ -133,32 +125,27 @@ def run_cell(cell: Cell, results: Path, seconds: float, batches: Sequence[int]) 
     largest = Options(**vars(options[first]) | {"batch_size": max(cell.batches)})
     engine = Engine(largest, on)
     bench_vllm.note(f"{cell.name}: started in {engine.start_s:.0f} s")
-    env = environment.describe(on, ROOT)
-    settings = [f"{name}={value}" for name, value in cell.variables().items()]
+    about = environment.describe(on, ROOT)
     for batch, asked in options.items():
         # The running engine serves the requests of these options.
         engine.options = asked
-        engine.waves = engine._encode(prompts.read(asked.prompts))
+        engine.prompts = engine.encode()
         allowed = most_pairs(engine, asked, seconds)
         off = true_off if batch == first else None
         found = bench_vllm.compare(engine, asked, off, allowed)
-        result = bench_vllm.base_result(asked, argvs[batch], engine, env)
-        result |= {"warnings": environment.warnings("cuda"), **found}
-        command = " ".join([*settings, result["command"]])
-        result = recorded(result | {"cell": cell.name, "command": command})
-        name = environment.of_release(f"bench_gpu_{cell.name}_b{batch}", env)
-        path = results / f"{name}.json"
-        write_json(path, result)
-        print(f"--- {cell.name}, batch {batch}: {path.name}")
+        result = bench_vllm.base_result(asked, argvs[batch], engine, about)
+        result["key"]["cell"] = cell.name
+        result = recorded(result | {"warnings": environment.warnings("cuda"), **found})
+        print(f"--- {cell.name}, batch {batch}")
         print(report.text(result), flush=True)
+        records.append(results / "throughput.jsonl", result)
 
 
 def run_of(cell: Cell, measure: Callable[[], None]) -> int:
-    """Calls `measure` with the cell's variables set; the exit status."""
-    os.environ.update(cell.variables())
+    """Calls `measure`; the exit status."""
     try:
         measure()
-    except (BadArgument, ab.OutputsDiffer, EngineFailed) as error:
+    except (BadArgument, ab.OutputsDiffer, EngineFailed, records.BadRecord) as error:
         print(f"{Path(sys.argv[0]).name}: {cell.name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, BadArgument) else 1
     return 0

@@ -2,26 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the host's time for begin and commit goes, inside a real engine.
 
-    python tools/gpu/host_profile.py CELL --json results/host_profile_CELL.json
+    python tools/gpu/host_profile.py CELL --json results/host_time.jsonl
 
-Serves the same requests on the engine of a cell of cells.yml, each time with other
-functions in place of the launches of a step:
-
-    unhooked   nothing: vLLM's own code
-    stage      what NWOR does in mode stage
-    unstaged   the same with functions that do nothing: what Python takes
-    builtins   what it does in mode cow
-    unlaunched builtins, with functions that do nothing: what Python takes
-    add        torch's `x.add_(1)` at the same two places, for scale
-
-Also: how long a step of the engine takes with each (the mean of steps, each the median
-of its runs, which make the same batches); our kernels' time, with `stage` and
-`builtins`, by torch's profiler; and with `stage` every hook of ours, without what vLLM
-does inside of it, but with the timing of that. All hooks are in a step's way here; a
-server has the last of them (PrometheusStatLogger.record) in another process.
-
-In a tight loop each of these is several times faster: what a step runs is no longer in
-the processor's cache when its turn comes.
+Serves the same requests on the engine of a cell of cells.yml: unhooked (vLLM's own
+code), in mode `stage`, and in mode `cow`. Measures begin and commit of each step; the
+duration of an engine's step (the mean of steps, each the median of its runs, which make
+the same batches); our kernels' time by torch's profiler; and with `stage` each of our
+hooks, without vLLM's own part. A server runs the last of the hooks
+(PrometheusStatLogger.record) in another process. In a tight loop all of it is several
+times faster: between two steps its code leaves the CPU's caches.
 
 Exit status: 0 done; 1 vLLM does not run; 2 a bad argument.
 """
@@ -41,16 +30,19 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import numpy  # noqa: E402
-from benchmarks import ab, environment, report  # noqa: E402
+from benchmarks import ab, environment, records, report  # noqa: E402
 from benchmarks.arguments import parse, whole  # noqa: E402
 from benchmarks.engine import Engine, EngineFailed  # noqa: E402
-from benchmarks.files import write_json  # noqa: E402
 from benchmarks.settings import device_for, leave, prepare_process  # noqa: E402
 
 from tools.gpu import bench  # noqa: E402
 
-STAGE = "stage"
-StandIn = Callable[..., object] | None
+# The baseline has no begin and no commit.
+ARMS = (
+    ab.UNHOOKED,
+    ab.Arm("stage", hooked=True),
+    ab.Arm("cow", hooked=True, stages=False),
+)
 BATCH = 16
 # As the profiler names them, with their signature.
 OUR_KERNEL = re.compile(r"nwor::.*?(\w+)_kernel\b")
@@ -116,38 +108,6 @@ class HookTimes:
         }
 
 
-class Launches:
-    """What a manager calls to begin, and to commit, in each way: for the shadow blocks
-    and for the undo log."""
-
-    def __init__(self, manager: Any) -> None:
-        ways = manager.shadow, manager.undo_log
-        self.ways = [(way, way.begins, way.commits) for way in ways]
-
-    def replace(self, stand_in: StandIn) -> None:
-        """Puts a function in the place of all; None: all are themselves again."""
-        for way, begins, commits in self.ways:
-            way.begins = [(group, stand_in or launch) for group, launch in begins]
-            way.commits = [stand_in or launch for launch in commits]
-
-
-def kinds_of_launches(device: Any) -> dict[str, tuple[ab.Arm, StandIn]]:
-    """What is run, and what is in the place of its launches, by name."""
-    import torch
-
-    number = torch.zeros(1, device=device)
-    staged = ab.Arm(STAGE, hooked=True)
-    logged = ab.Arm("cow", hooked=True, stages=False)
-    return {
-        ab.UNHOOKED.name: (ab.UNHOOKED, None),
-        STAGE: (staged, None),
-        "unstaged": (staged, lambda *_: None),
-        "builtins": (logged, None),
-        "unlaunched": (logged, lambda *_: None),
-        "add": (logged, lambda *_: number.add_(1)),
-    }
-
-
 def kernel_times(engine: Engine, arm: ab.Arm) -> dict[str, dict[str, float]]:
     """Of each kernel of this library that a run launches: median microseconds on the
     device, and launches."""
@@ -176,46 +136,40 @@ def spread(microseconds: Sequence[float]) -> dict[str, float]:
 
 
 def profile(cell: bench.Cell, rounds: int) -> dict[str, Any]:
-    """Runs all kinds `rounds` times; times by kind, and what they were measured on."""
+    """Runs all ARMS `rounds` times; the result's line."""
     options = parse(cell.arguments(BATCH))
     on = device_for(options)
     prepare_process(options, on)
     hooks = HookTimes()
     hooks.watch()
     engine = Engine(options, on)
-    manager = engine.rpc(lambda worker: worker.model_runner.nwor_state.manager)
-    if manager.shadow is None:
+    if engine.rpc(lambda worker: worker.model_runner.nwor_state.manager).shadow is None:
         raise EngineFailed(f"mode stage did not start: {engine.why_not()}")
-    launches, kinds = Launches(manager), kinds_of_launches(manager.device)
-    (staged, _), (logged, _) = kinds[STAGE], kinds["builtins"]
-    # Microseconds of begin and of commit, one a step.
-    times: dict[str, list[list[float]]] = {kind: [[], []] for kind in kinds}
-    step_s: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
+    _, staged, logged = ARMS
+    # Microseconds of begin and of commit, one a step; seconds of the steps of each run.
+    times: dict[str, list[list[float]]] = {arm.name: [[], []] for arm in ARMS}
+    step_s: dict[str, list[list[float]]] = {arm.name: [] for arm in ARMS}
     engine.run(staged)
     for number in range(rounds):
-        for kind in list(kinds)[:: 1 if number % 2 == 0 else -1]:
-            arm, stand_in = kinds[kind]
-            launches.replace(stand_in)
-            step_s[kind].append(engine.run(arm).step_s)
-            timed = engine.run(arm, times=True).nwor if arm.hooked else None
-            if timed is not None:
-                times[kind][0] += timed.begin_us
-                times[kind][1] += timed.commit_us
-            print(f"{kind:10} of round {number + 1} done", flush=True)
-    launches.replace(None)
+        for arm in ARMS[:: 1 if number % 2 == 0 else -1]:
+            step_s[arm.name].append(engine.run(arm).step_s)
+            if arm.hooked and (timed := engine.run(arm, times=True).nwor):
+                times[arm.name][0] += timed.begin_us
+                times[arm.name][1] += timed.commit_us
+            print(f"{arm.name:10} of round {number + 1} done", flush=True)
     hooks.on = True
     num_steps = sum(len(engine.run(staged).step_s) for _ in range(rounds))
     hooks.on = False
+    about = environment.describe(on, ROOT)
+    key = {"cell": cell.name, "batch": BATCH, "gpu": about["machine"].get("gpu")}
     return {
-        "kind": "host_profile",
-        "cell": cell.name,
-        "batch_size": BATCH,
+        "key": key | {"vllm": records.vllm(about)},
+        **about,
         "command": f"python tools/gpu/host_profile.py {cell.name} --rounds {rounds}",
-        "environment": environment.describe(on, ROOT),
         "hooks": hooks.result(num_steps),
-        "kernels": {
+        "kernels_us": {
             "stage": kernel_times(engine, staged),
-            "builtins": kernel_times(engine, logged),
+            "cow": kernel_times(engine, logged),
         },
         "step_us": {
             kind: 1e6 * statistics.mean(map(statistics.median, zip(*of, strict=True)))
@@ -235,15 +189,15 @@ def profile(cell: bench.Cell, rounds: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = bench.parser_of(__doc__)
-    parser.add_argument("--json", type=Path, required=True, help="where to write")
-    parser.add_argument("--rounds", type=whole(1), default=4, help="of all kinds (4)")
+    parser.add_argument("--json", type=Path, required=True, help="file to append to")
+    parser.add_argument("--rounds", type=whole(1), default=4, help="of all arms (4)")
     arguments = parser.parse_args(argv)
     cell = bench.BY_NAME[arguments.cell]
 
     def measure() -> None:
         result = profile(cell, arguments.rounds)
-        write_json(arguments.json, result)
-        print(report.rendered("host", results=[result]), flush=True)
+        print(report.rendered("host", [result]), flush=True)
+        records.append(arguments.json, result)
 
     return bench.run_of(cell, measure)
 

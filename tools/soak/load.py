@@ -117,8 +117,8 @@ class Load:
         self._client = AsyncOpenAI(timeout=REQUEST_SECONDS, **options)
 
     async def run(self, seconds: float) -> None:
-        """Runs the load so long, lets what is under way finish, probes once more; more
-        often, where a slow machine has not come to MIN_PROBES."""
+        """Runs the load, lets open requests finish, then probes once more, or until
+        there are MIN_PROBES on a slow machine."""
         self.deadline = time.monotonic() + seconds
         # Each kind comes early, however short the load is.
         firsts = zip(range(self._args.concurrency), itertools.cycle(WEIGHTS))

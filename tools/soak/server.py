@@ -53,14 +53,16 @@ ERRORS_KEPT, ERROR_WIDTH = 20, 300
 
 
 class ServerError(RuntimeError):
-    """The server does not start, or is not what was said."""
+    """The server does not start, or is not the expected one."""
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on now, of those that Linux gives to no
-    outgoing connection while a server starts."""
+    """A free port of loopback, outside the range that Linux uses for outgoing
+    connections."""
     while True:
-        port = random.SystemRandom().randrange(10_000, 32_768)  # seeded by nobody
+        port = random.SystemRandom().randrange(
+            10_000, 32_768
+        )  # not by the seed of a test
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
 
@@ -74,7 +76,7 @@ def running(
     env: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A server while the block runs, and no longer than this thread, however that ends;
-    gives the process whose children the others are.
+    gives its main process.
 
     Raises ServerError, with the end of the log, if it is not up within `start_seconds`.
     """
@@ -133,8 +135,8 @@ def settle(url: str, model: str, prompt: Any, seconds: float) -> dict[str, Any]:
     """Waits until nothing runs and two readings of the counters agree; returns the
     last reading, whatever it says, after at most so many seconds.
 
-    vLLM writes its gauges at the end of a step, and after an abort there may be none:
-    each look is preceded by a short request.
+    vLLM writes its gauges at the end of a step, and after an abort there may be none.
+    So a short request precedes each reading.
     """
     deadline = time.monotonic() + seconds
     body = {"model": model, "prompt": prompt, "max_tokens": 2, "temperature": 0}
@@ -150,7 +152,7 @@ def settle(url: str, model: str, prompt: Any, seconds: float) -> dict[str, Any]:
 
 
 def read_metrics(url: str) -> dict[str, Any]:
-    """One look at /metrics: the counters of NWOR and speculative decoding and what else
+    """A reading of /metrics: the counters of NWOR, speculative decoding and others that
     a soak needs, summed over labels ("metrics", `_total` dropped), the rows of
     vllm:nwor_info ("info"), and the gauges that are 0 when nothing runs ("idle")."""
     from prometheus_client.parser import text_string_to_metric_families

@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves a mixed load for minutes with NWOR on, and says whether all is well after it.
 
-    python tools/soak/soak.py --model PATH --minutes 10 --json results/soak_cpu.json \\
+    python tools/soak/soak.py --model PATH --minutes 10 --json results/soak.jsonl \\
         --speculative-config '{...}' --serve-args '--enforce-eager'
 
 starts `vllm serve` with several API servers; `--url`, `--pid` and `--log` name one that
 runs on this machine. The load is described in load.py, the checks in checks.py: outputs
 of a probe identical from start to end, the identities of the counters, KV blocks free,
-memory flat, no fallback, no breach, no error in the log. All that was found goes to the
-JSON file, with the verdicts.
+memory flat, no fallback, no breach, no error in the log. All that was found is appended
+to the file of --json, with the verdicts.
 
 Needs only packages that come with vLLM. Exit status: 0 no check failed; 1 one did, or
 the server does not start; 2 a bad argument.
@@ -34,9 +34,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import psutil  # noqa: E402
-from benchmarks import environment  # noqa: E402
+from benchmarks import environment, records  # noqa: E402
 from benchmarks.arguments import positive, whole  # noqa: E402
-from benchmarks.files import write_json  # noqa: E402
 
 from tools.soak import checks  # noqa: E402
 from tools.soak import server as soak_server  # noqa: E402
@@ -72,7 +71,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--speculative-config", help="JSON for vllm serve, as it takes it")
     add("--api-server-count", type=count, default=2, help="API servers")
     add("--minutes", type=above_0, default=10, help="length of the load")
-    text = "go on until the KV audit has looked at so many, up to 4 times as long"
+    text = "extend the load until the KV audit has checked so many, up to 4 times"
     add("--audited-steps", type=whole(0), default=0, help=text)
     add("--concurrency", type=count, default=12, help="requests at a time")
     add("--seed", type=int, default=0, help="of the load")
@@ -80,12 +79,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--vocab-size", type=whole(2), help=text)
     text = "a kind of request that is not made"
     add("--without", choices=sorted(WEIGHTS), help=text)
-    text = "the fixed request: beside the load, or in pauses of it"
+    text = "the fixed request: during the load, or in pauses of it"
     add("--probe", choices=("loaded", "quiet"), default="loaded", help=text)
     add("--probe-seconds", type=above_0, default=5, help="between two probes")
     add("--sample-seconds", type=above_0, default=5, help="between memory samples")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="for the record")
-    add("--json", type=Path, help="where to write what was found")
+    add("--json", type=Path, help="file to append what was found to")
     args = parser.parse_args(argv)
     known = [one is not None for one in (args.url, args.pid, args.log)]
     if any(known[:2]) and not all(known):
@@ -185,13 +184,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except soak_server.ServerError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
-    env = environment.describe(args.device, ROOT)
-    env["variables"]["VLLM_NWOR_MODE"] = args.mode
+    about = environment.describe(args.device, ROOT)
+    about["variables"]["VLLM_NWOR_MODE"] = args.mode
+    key = {"model": found["model"], "device": args.device, "vllm": records.vllm(about)}
+    key |= {"mode": args.mode, "audited": AUDITED_STEPS in found["metrics"]}
     record: dict[str, Any] = {
-        "kind": "soak",
-        "schema": 1,
+        "key": key,
+        **about,
         "command": shlex.join(["python", PROGRAM, *argv]),
-        "environment": env,
         "warnings": warnings,
         "arguments": {k: v for k, v in vars(args).items() if k not in NOT_RECORDED},
         **found,
@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in record["checks"]:
         print("  {verdict:10}  {name}: {found} (wanted: {wanted})".format(**row))
     if args.json is not None:
-        write_json(args.json, record)
+        records.append(args.json, record)
     return 0 if record["passed"] else 1
 
 
