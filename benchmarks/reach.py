@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks import records
 from vllm_nwor.hooks.versions import VERSIONS
 
 _KNOWN = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text("utf-8"))

@@ -10,10 +10,11 @@ A mutation (mutations.yml) replaces one piece of text, which must occur exactly 
 The copy has the checkout's files that git tracks or would add; its native library is
 rebuilt after each mutation. The tests must pass in the copy before the first mutation.
 
-Caught: pytest names a failed test. Any other end (a crash, a mutation that does not
-compile) is an error. Exit status: 0 all caught; 1 one survived, or an error.
---selftest: the audit's self-test must report a fault as missed, because a check of the
-audit was removed; the result is saved under "selftest".
+Caught means: pytest names a test that failed. A test run that ends otherwise (a crash,
+a mutation that does not compile) is an error, not a catch. Exit status: 0 all caught;
+1 one survived, or an error. --selftest: the audit's self-test must name a fault that it
+missed because that check was removed. The file has three parts: what the tests caught,
+and in it "selftest" and "cuda".
 
 --cuda: mutations of the CUDA kernels of shadow blocks. `build` makes a library for
 each, `run` tests those on a GPU (tools/gpu/README.md). Not covered: all other CUDA
@@ -227,9 +228,10 @@ def main() -> int:
         result = {**of_the_copy, "command": command}
         result |= {"tests": tests, "mutations": outcomes}
         known = json.loads(args.json.read_text()) if args.json.exists() else {}
-        if args.only is not None and known:  # keeps the other outcomes
-            whole = known["selftest"] if args.selftest else known
-            one = outcomes[0] | {"environment": of_the_copy}
+        part = "selftest" if args.selftest else "cuda" if args.cuda else None
+        if args.only is not None and known:  # the others stay as they were found
+            whole = known[part] if part else known
+            one = outcomes[0] | of_the_copy
             others = whole["mutations"]
             named = [one if old["name"] == args.only else old for old in others]
             result = whole | {"mutations": named}

@@ -59,8 +59,8 @@ class Finished:
         return self.report
 
     def entry(self, *keys: str) -> dict[str, Any]:
-        """For the results file: how it ended, its facts without the layers, and these
-        keys of the report (None if missing)."""
+        """For the results file: how it ended, and these keys of the report, None where
+        it has none. Of its facts not the layers, which layouts.jsonl has."""
         facts = self.report.get("facts") or {}
         aside = ("targets", "protected")
         return {
@@ -141,9 +141,11 @@ def engines_fixture(
     by_mode: bool = False,
     num_jobs: int = Pool.num_jobs,
 ) -> Any:
-    """A fixture: the result of `chain` for each engine that the selected tests name, by
-    engine, `num_jobs` at a time. An engine's `entries` are saved as soon as it has
-    ended. by_mode: the results file has the mode in its name, unless it is cow.
+    """A fixture: what `chain` gives for each engine that the selected tests name, by
+    engine, `num_jobs` of them at a time. An engine's `entries` are saved as soon as it
+    has ended.
+
+    by_mode: the key of its lines has the mode.
     """
     key = {"mode": ON} if by_mode else {}
 

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves results of the GPU tests, with environment and command.
+"""Results of the GPU tests: a line for each engine, in the files of benchmarks/records.
 
-A file has one entry for each engine, with its own environment; entries of engines that
-were not run again are kept. NWOR_GPU_RESULTS names the folder; without it nothing is
-written.
+Lines go to the folder in NWOR_GPU_RESULTS; without it nothing is written.
 """
 
-import fcntl
-import json
+from __future__ import annotations
+
 import os
 import re
 import sys
@@ -20,30 +18,25 @@ REPO = Path(__file__).resolve().parents[2]
 FOLDER_VARIABLE = "NWOR_GPU_RESULTS"
 
 
-def save(name: str, kind: str, command: str, entries: dict[str, Any]) -> None:
-    """Adds `entries` to those in the file `name`, there and in the repository's
-    results/."""
+def save(
+    kind: str, command: str, entries: dict[str, dict[str, Any]], **key: str
+) -> None:
+    """Appends a line for each of the `entries`, by the engine's name. key: further
+    members of the lines' keys."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder or not entries:
         return
-    where = environment.describe("cuda", REPO)
-    name = environment.of_release(name.removesuffix(".json"), where) + ".json"
-    path = Path(folder) / name
-    with open(__file__) as lock:
-        # Concurrent GPU steps of one checkout save to the same files.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        known: dict[str, Any] = {}
-        for source in (REPO / "results" / name, path):
-            if source.is_file():
-                known |= json.loads(source.read_text(encoding="utf-8"))["entries"]
-        for key, entry in entries.items():
-            known[key] = {**entry, "environment": where, "command": command}
-        write_json(path, {"kind": kind, "schema": 1, "entries": known})
+    about = environment.describe("cuda", REPO)
+    for name, entry in entries.items():
+        of_engine = {"engine": name, "vllm": records.vllm(about), **key}
+        line = {"key": of_engine, **about, "command": command, "found": entry}
+        records.append(Path(folder) / f"{kind}.jsonl", line)
 
 
 def save_verdicts(step: str, *found: str) -> None:
-    """Saves how a step of tools/gpu_run.sh ended, given with its arguments: of each
-    program (PROGRAM=STATUS) the exit status, and pytest's counts from PROGRAM.log."""
+    """Saves how a step of tools/gpu_run.sh, given with its arguments, ended: of each
+    program in it (PROGRAM=STATUS) the exit status, and what pytest counted according
+    to PROGRAM.log."""
     exit_status: dict[str, int] = {}
     tests: dict[str, dict[str, int]] = {}
     for program, status in (one.split("=") for one in found):

@@ -2,8 +2,8 @@
 """Records the outcome of a test on a CPU engine, or on a stand-in, as a line of
 docs/reach.md.
 
-NWOR_REACH_RESULTS names the folder; without it nothing is written. Lines of tests that
-were not run again are kept, each with its own environment.
+Lines go to engines.jsonl in the folder of NWOR_REACH_RESULTS; without it nothing is
+written.
 """
 
 from __future__ import annotations
