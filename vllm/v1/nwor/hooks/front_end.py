@@ -12,12 +12,14 @@ from ..base.wrap import argument, install_all
 from ..config import AuditMode, Mode, NworConfig
 from ..metrics import AuditPrometheus, NworPrometheus
 from .ledger import CREATE_METRICS, RECORD
+from .scheduler import add_report_field
 
 
 def install(module: ModuleType) -> None:
-    """Wraps the loggers in `module`, unless VLLM_NWOR_EMIT_METRICS is 0. Raises
-    HostMismatch if it is not as expected."""
+    """Wraps the loggers in `module`, unless VLLM_NWOR_EMIT_METRICS is 0, and gives
+    SchedulerStats its field. Raises HostMismatch if it is not as expected."""
     if NworConfig.from_env().emit_metrics:
+        add_report_field()
         install_all(module, WRAPPERS)
 
 

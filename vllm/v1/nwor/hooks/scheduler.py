@@ -50,12 +50,18 @@ def install(module: ModuleType) -> None:
     config = NworConfig.from_env()
     wrappers = {}
     if config.emit_metrics:
-        cls = getattr(import_module(STATS), "SchedulerStats", None)
-        extend(cls, f"{STATS}.SchedulerStats", "nwor_report")
+        add_report_field()
         wrappers[UPDATE_FROM_OUTPUT] = _update_from_output
     if config.audit is not AuditMode.OFF:
         wrappers[SCHEDULE] = _schedule
     install_all(module, wrappers)
+
+
+def add_report_field() -> None:
+    """Gives SchedulerStats its field, in the process that sends it and in the one that
+    decodes it. Raises HostMismatch."""
+    cls = getattr(import_module(STATS), "SchedulerStats", None)
+    extend(cls, f"{STATS}.SchedulerStats", "nwor_report")
 
 
 def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) -> Any:
