@@ -39,11 +39,6 @@ def failing(runs, spec=CPU):
     return {kind for kind, texts in kinds.items() if texts}
 
 
-def line_of(found: dict[str, Any], **key: str) -> dict[str, Any]:
-    key |= {"engine": CPU.name, "vllm": "0.32.0"}
-    return {"key": key, "date": "today UTC", "commit": "abc", "found": found}
-
-
 @pytest.mark.parametrize("mode", [ON, STAGE])
 def test_a_correct_engine_passes(runs, mode, monkeypatch):
     monkeypatch.setattr(compare, "ON", mode)
