@@ -51,7 +51,7 @@ def gives_alias(name):
     except ModuleNotFoundError as error:
         assert "nwor" in error.name, error
 
-names = ["vllm.v1.nwor" + more for more in ("", ".config", ".hooks._wrap", ".none")]
+names = ["vllm.v1.nwor" + more for more in ("", ".config", ".base.wrap", ".none")]
 without = {}
 for plugins in ("", "other"):
     os.environ["VLLM_PLUGINS"] = plugins

@@ -52,7 +52,7 @@ def layers():  # how many wrappers, of any copy of the package, lie over each of
         host = import_module(module)
         value = vars(getattr(host, owner) if owner else host)[name]
         found[module, qualname] = 0
-        while value.__code__.co_filename.endswith("nwor/hooks/_wrap.py"):
+        while value.__code__.co_filename.endswith("nwor/base/wrap.py"):
             value = value.__wrapped__
             found[module, qualname] += 1
     return found
@@ -133,7 +133,7 @@ for one in pkgutil.walk_packages(nwor.__path__, "vllm.v1.nwor."):
     import_module(one.name)
 assert "_Alias" not in {{type(finder).__name__ for finder in sys.meta_path}}
 assert not [name for name in sys.modules if name.startswith("vllm_nwor")]
-from vllm.v1.nwor.hooks import _wrap
+from vllm.v1.nwor.base import wrap as _wrap
 for _ in range(2):
     _wrap.unhook()
     assert set(layers().values()) == {{0}}

@@ -38,6 +38,7 @@ from tests.helpers.oracle import SnapshotOracle, Watch, hash_rows
 from tests.helpers.player import counters
 from tests.helpers.runner_probe import Step
 from vllm_nwor import ops as native
+from vllm_nwor.hooks.layers import _writer
 from vllm_nwor.layout.probe import probe_layout
 
 # The KV audit compares all bytes.
@@ -387,7 +388,7 @@ def test_probing_and_the_byte_map_agree(isa, dtype, cow):
     layer.kv_cache = torch.zeros(layer.kv_cache.shape, dtype=dtype)
     layer.impl = copy.copy(layer.impl)
     layer.impl.kv_cache_dtype = "fp8" if dtype is torch.uint8 else "auto"
-    runs = probe_layout(layer, layer.kv_cache, torch.bfloat16).runs
+    runs = probe_layout(layer.kv_cache, _writer(layer, torch.bfloat16)).runs
     assert runs is not None
     found = torch.full(owners(layer).shape, -1)
     for offset, slot_runs in enumerate(runs.tolist()):

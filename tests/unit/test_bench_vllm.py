@@ -31,6 +31,8 @@ from tools.gpu import bench as cells
 from tools.gpu import host_profile
 from vllm_nwor import ops
 from vllm_nwor.base import wrap as _wrap
+from vllm_nwor.hooks.runner import RunnerState
+from vllm_nwor.transaction.observer import Transaction
 
 ROOT = Path(bench_vllm.__file__).parent
 TOKENS = [[11, 12, 13], [21, 22, 23, 24]]
@@ -303,27 +305,33 @@ def test_a_result_has_rounded_floats_and_no_folder_of_the_machine():
 
 
 def test_host_times_have_one_begin_for_stage_and_begin(monkeypatch):
-    """And none for what protected nothing. Of several tables' counters tokens are the
+    """Steps that protect nothing have none. Of several tables' counters tokens are the
     first one's, others are summed. Nothing is switched in the middle of a step."""
     # Around stage and begin, twice, and commit; in the end around a stage that is all.
     ticks = itertools.accumulate([0, 100, 1, 10, *(0, 100, 1, 10, 1, 1000), 0, 70])
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
     monkeypatch.setattr(_wrap, "rehook", lambda: None)
-    manager = Mock(is_open=False, fallbacks={}, **{"stage.return_value": False})
+    manager = Mock(is_open=False, fallbacks={})
     counters = [[2, 6, 4, 2, 1, 100, 0, 7, 9], [2, 6, 4, 2, 1, 50, 1, 3, 1]]
     manager.counters, shadow = torch.tensor(counters), manager.shadow
-    worker, state = NworWorkerExtension(), SimpleNamespace(manager=manager, infos=())
-    config = SimpleNamespace(num_blocks=64)
+    transaction = Transaction(manager, [])
+    state = RunnerState([transaction])
+    worker, config = NworWorkerExtension(), SimpleNamespace(num_blocks=64)
     worker.model_runner = SimpleNamespace(kv_cache_config=config, nwor_state=state)
     for _ in range(2):  # they do not time each other
         assert worker.nwor_set_hooked(True, times=True) is True
+    step = SimpleNamespace(awaits_forward=True)
     for manager.is_open in (False, True):
-        assert state.manager.stage("windows") is False
-        state.manager.begin("windows")
-    state.manager.commit("acceptance")
-    assert state.manager.state is manager.state
-    manager.stage.return_value = True
-    assert state.manager.stage("windows") is True
+        (stage,), (begin,), (commit,) = (
+            state.tables_final,
+            state.before_forward,
+            state.sampled,
+        )
+        stage(step)
+        begin(step)
+    commit(step, "acceptance")
+    step.awaits_forward = False
+    stage(step)
     found = worker.nwor_report()
     assert (found["begin_ns"], found["commit_ns"]) == ([110, 70], [1000])
     assert found["counters"] == {
@@ -331,14 +339,15 @@ def test_host_times_have_one_begin_for_stage_and_begin(monkeypatch):
         **{"shadow_windows": 1, "restored_bytes": 150, "invalid_slots": 1},
         **{"shadow_copied_bytes": 10, "committed_bytes": 10},
     }
-    # Untimed it is the manager itself, as it was but for the shadow blocks.
+    # Untimed, the manager's own methods are called.
     worker.nwor_set_hooked(True, stages=False)
-    assert (state.manager, manager.shadow) == (manager, None)
-    manager.commit("acceptance")
+    assert (state.tables_final, manager.shadow) == ((), None)
+    assert (state.before_forward, state.sampled) == (
+        (manager.begin,),
+        (manager.commit,),
+    )
     worker.nwor_set_hooked(True)
-    assert (state.manager, manager.shadow) == (manager, shadow)
-    found = worker.nwor_report()
-    assert found["begin_ns"] == found["commit_ns"] == []
+    assert (state.tables_final, manager.shadow) == ((manager.stage,), shadow)
     worker.model_runner.execute_model_state = object()
     with pytest.raises(RuntimeError, match=r"in the middle of a step; .* in flight"):
         worker.nwor_set_hooked(False)

@@ -204,7 +204,8 @@ def test_oracle_knows_what_a_seat_holds(runner, kind):
         groups={0: SimpleNamespace(**group)}, saved={0: saved}, step=9, seats=None
     )
     manager = SimpleNamespace(shadow=seats)
-    runner.nwor_state = SimpleNamespace(manager=manager)
+    transaction = SimpleNamespace(manager=manager)
+    runner.nwor_state = SimpleNamespace(named={"transaction": transaction}.get)
     slots, runner.slots = runner.slots, torch.tensor([[21, 22, 23, 16, -1]])
 
     def copy_rows(sources, targets):

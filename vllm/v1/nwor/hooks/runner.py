@@ -155,9 +155,10 @@ def install(
     try:
         install_all(module, wrappers)
     except HostMismatch as mismatch:
-        if NworConfig.from_env().mode is not Mode.OFF:
+        config = NworConfig.from_env()
+        if config.mode is not Mode.OFF:
             # Without that function only the log says so, as it does in any case.
-            report_refusal = partial(_sample_tokens_refused, str(mismatch))
+            report_refusal = partial(_sample_tokens_refused, config, str(mismatch))
             (last,) = (
                 row for row in wrappers if row.qualname.endswith("sample_tokens")
             )
@@ -167,11 +168,16 @@ def install(
 
 
 def _sample_tokens_refused(
-    reason: str, wrapped: Wrapped, runner: Any, args: Any, kwargs: Any
+    config: NworConfig,
+    reason: str,
+    wrapped: Wrapped,
+    runner: Any,
+    args: Any,
+    kwargs: Any,
 ) -> Any:
     """sample_tokens, on a runner without any other hook."""
     if state_of(runner) is None:
-        runner.nwor_state = _refused(runner, NworConfig.from_env(), reason, True)
+        runner.nwor_state = _refused(runner, config, reason, True)
     return sample_tokens(wrapped, runner, args, kwargs)
 
 
