@@ -129,7 +129,7 @@ class Arm:
     """One way to run the requests on an engine.
 
     name: in tables and files. hooked: whether NWOR's hooks are on vLLM; else it runs
-    its own code only, as `hooks._wrap.unhook` says. stages: whether shadow blocks are
+    its own code only, as `base.wrap.unhook` says. stages: whether shadow blocks are
     used where the engine has them; else all is logged. audit_mib: what the KV audit
     compares in a step (VLLM_NWOR_AUDIT_MIB), where it is what is measured; such an arm
     has whole runs.
