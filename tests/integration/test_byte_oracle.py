@@ -38,7 +38,6 @@ from tests.helpers.oracle import SnapshotOracle, Watch, hash_rows
 from tests.helpers.player import counters
 from tests.helpers.runner_probe import Step
 from vllm_nwor import ops as native
-from vllm_nwor.hooks.layers import _writer
 from vllm_nwor.layout.probe import probe_layout
 
 # The KV audit compares all bytes.
@@ -383,6 +382,9 @@ def test_probing_and_the_byte_map_agree(isa, dtype, cow):
     cannot run on this machine."""
     if dtype is torch.uint8 and not HAS_AVX512:
         pytest.skip("vLLM's fp8 KV cache on CPU needs AVX512 or AMX")
+    # Not at the top: in a fork's tree (test_apply_to_vllm.py) it is another copy.
+    from vllm_nwor.hooks.layers import _writer
+
     layer = copy.copy(next(iter(cow.probe.target_layers().values())))
     layer.isa = isa
     layer.kv_cache = torch.zeros(layer.kv_cache.shape, dtype=dtype)

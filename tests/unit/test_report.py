@@ -22,7 +22,7 @@ from tests.unit.test_draft_manager import BLOCKS, ROW_BYTES, SLOTS, TABLE, World
 from vllm_nwor import ops
 from vllm_nwor.base.errors import NworError
 from vllm_nwor.base.payload import NOTHING
-from vllm_nwor.config import Strict
+from vllm_nwor.config import Mode, NworConfig, Strict
 from vllm_nwor.hooks import runner as hooks
 from vllm_nwor.hooks import runner_v1, runner_v2
 from vllm_nwor.metrics import GroupInfo
@@ -676,9 +676,9 @@ def test_a_step_in_which_a_request_begins_with_drafts_invalidates_seats(keeps, w
 
 
 def test_a_runner_without_groups_reports_its_refusal(monkeypatch):
-    monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
     monkeypatch.setattr(hooks, "_builders", [build])
     output = SimpleNamespace(req_ids=["a"])
-    arguments = "why", lambda: output, SimpleNamespace(), (), {}
+    config = NworConfig(mode=Mode.COW)
+    arguments = config, "why", lambda: output, SimpleNamespace(), (), {}
     assert hooks._sample_tokens_refused(*arguments) is output
     assert output.nwor_stats.read() == (ZEROS, {}, [(0, "cow", "off", "why")])
