@@ -177,7 +177,7 @@ def _check_host() -> None:
     if vllm is None:
         raise RuntimeError(
             "vllm-nwor: vLLM is not installed; install the build of vLLM for your "
-            "hardware, then vllm-nwor beside it"
+            "hardware, then vllm-nwor next to it"
         )
     if getattr(vllm, "__file__", None) is None:
         raise RuntimeError(
