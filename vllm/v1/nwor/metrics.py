@@ -113,8 +113,8 @@ class GroupInfo(NamedTuple):
 
 class Counted:
     """Sums over the windows that vLLM counts, named as in its SpecDecodingStats, but
-    with grammar-invalid drafts. Replaces make_spec_decoding_stats, and calls it (`make`).
-    """
+    with grammar-invalid drafts. Replaces make_spec_decoding_stats, `make`, and calls
+    it."""
 
     num_drafts = num_draft_tokens = num_accepted_tokens = 0
 
@@ -310,9 +310,9 @@ class NworPrometheus:
                 self._show(engine, _info[engine])
 
     def add(self, report: Mapping[str, Any], engine: int) -> None:
-        """Adds the increments of `NworStats.report` for engine index `engine`. Counts are
-        added to Prometheus only when it collects: updating all counters takes longer
-        than all other hooks of a step."""
+        """Adds the increments of `NworStats.report` for engine index `engine`. Counts
+        are added to Prometheus only when it collects: updating all counters takes
+        longer than all other hooks of a step."""
         waiting = self._waiting[engine]
         waiting.append(report["counts"])
         if len(waiting) > self._max_waiting:

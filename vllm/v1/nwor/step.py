@@ -69,8 +69,8 @@ def nothing_undone(group_id: int) -> Undone:
 
 
 class Step(Struct, gc=False):
-    """One step's batch, from vLLM's own tensors. (The constructor of a Struct is in C; a
-    dataclass would cost a Python frame a step.)
+    """One step's batch, from vLLM's own tensors. (The constructor of a Struct is in C;
+    a dataclass would cost a Python frame a step.)
 
     num_drafts: number of drafts, as the host knows it; an upper bound.
     slot_mappings: for each KV-cache group id, [>= num_tokens] or [1, >= num_tokens]
@@ -137,8 +137,8 @@ class SampledIds(Struct, frozen=True, gc=False):
 class NumRejected(Struct, frozen=True, gc=False):
     """Acceptance as the V2 runner reports it.
 
-    num_rejected: [num_reqs] int32, device: how many of a request's drafts were rejected,
-        counted from the last one.
+    num_rejected: [num_reqs] int32, device: how many of a request's drafts were
+        rejected: always its last ones.
     """
 
     num_rejected: torch.Tensor

@@ -53,8 +53,8 @@ class News:
         return self.num_offered - self.num_read
 
     def offer(self, totals: Mapping[str, int]) -> Callable[[], dict[str, int]]:
-        """Returns a function that gives the increments when the output is read. totals:
-        must not change later."""
+        """Returns a function that gives the increments when the output is read.
+        totals: must not change later."""
         self.num_offered += 1
         return partial(self._rise, self.num_offered, totals)
 
@@ -71,8 +71,8 @@ class News:
 
 
 class StepPayload:
-    """A step's report to the scheduler, for NworStats.add_step. Read it after the step's
-    output is complete. Another process gets a plain tuple.
+    """A step's report to the scheduler, for NworStats.add_step. Read it after the
+    step's output is complete. Another process gets a plain tuple.
 
     slots: the counters before and after the step, each [num_launches * 9] int64. The
         memory is reused after the step's output was processed.

@@ -133,8 +133,8 @@ _hooks: list[_Hook] = []
 
 
 def install_all(module: ModuleType, wrappers: Mapping[Target, Wrapper]) -> None:
-    """Wraps the targets that are in `module`. A second call changes nothing, or installs
-    the wrappers again that `unhook` removed.
+    """Wraps the targets that are in `module`. A second call changes nothing, or
+    installs the wrappers again that `unhook` removed.
 
     Raises:
         HostMismatch: before anything was wrapped.
@@ -152,8 +152,8 @@ def install_all(module: ModuleType, wrappers: Mapping[Target, Wrapper]) -> None:
 
 
 def _hooked(target: HookTarget, function: Any, wrapper: Wrapper) -> Any:
-    """`function` with `wrapper` on it: a plain function. A step calls seven of them, and
-    a wrapt object would cost two or three microseconds more for each."""
+    """`function` with `wrapper` on it: a plain function. A step calls seven of them,
+    and a wrapt object would cost two or three microseconds more for each."""
     if target.params[0] == "self":
 
         @functools.wraps(function)

@@ -18,10 +18,10 @@ other requests are logged in the same step. If stage fails, the whole step is lo
 Under VLLM_NWOR_ON_REJECT=poison the log has large numbers instead of old bytes.
 
 states.py has the states, the moves between them and the invariants; `check_state`
-checks these. FAILED lasts until the next step with drafts. That step does not repeat the
-commit, because a slot may belong to another request by then. Its log takes the bytes it
-finds as the old ones, even those of a rejected draft. Under VLLM_NWOR_STRICT=always the
-step raises instead, and FAILED stays.
+checks these. FAILED lasts until the next step with drafts. That step does not repeat
+the commit, because a slot may belong to another request by then. Its log takes the
+bytes it finds as the old ones, even those of a rejected draft. Under
+VLLM_NWOR_STRICT=always the step raises instead, and FAILED stays.
 
 A begin that finds a log discards it first. When one of our own operations fails, the
 step's windows run as plain vLLM: no token is lost, the failure is counted in
@@ -33,11 +33,11 @@ stream (if its layers have several packings: one for each packing). A step in wh
 windows lack a seat needs both ways: four launches for a group. The calls allocate
 nothing on the device, never wait for it and have no loop over layers.
 
-Counts: the ops of a commit count on the device, and write the new values of the counters
-to a slot of a ring of host memory. Each window is counted once, by the commit of the
-shadow blocks or by that of the log. Counters are unavailable for a step if its commit
-failed or some of its windows were not protected. The next commit then first copies the
-counters, as the base of its own increments.
+Counts: the ops of a commit count on the device, and write the new values of the
+counters to a slot of a ring of host memory. Each window is counted once, by the commit
+of the shadow blocks or by that of the log. Counters are unavailable for a step if its
+commit failed or some of its windows were not protected. The next commit then first
+copies the counters, as the base of its own increments.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states of a DraftCommitManager, and what holds in them.
+"""The states of a DraftCommitManager, and their invariants.
 
 States:
 
