@@ -34,7 +34,7 @@ enum SlotState : int32_t {
                 // before
 };
 
-// What is known of a slot's bytes. Replaced: the checksums are of what a load should
+// The state of a slot's checksums. Replaced: the checksums are of what a load should
 // have replaced. Claimed: a thread block of scan is
 // processing it. Loaded: there are none here, but those of what the load should have
 // brought (`stores`).

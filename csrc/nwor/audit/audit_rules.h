@@ -338,8 +338,8 @@ struct PlanRequests : AuditPlanArgs {
   }
 };
 
-// Records what is kept, of all requests, before any is checked: a request may have
-// found another's block in this step.
+// Records the kept rows of all requests before any is checked: a request may have found
+// another's block in this step.
 struct KeepRequests : AuditResolveArgs {
   template <typename Team>
   NWOR_RULE void operator()(Team& team) const {
@@ -463,7 +463,7 @@ NWOR_RULE int64_t stored_slot(const AuditGroup& group, int64_t slot) {
                                                                            : kNotStored;
 }
 
-// Takes over what a new request found in the cache.
+// Takes over the cached prefix of a new request.
 struct AdoptHit : AuditResolveArgs {
   AuditHit hit;
 
@@ -523,7 +523,7 @@ struct AdoptHit : AuditResolveArgs {
       const bool is_loaded = record.state == kSlotLoaded || seat.loads == kUnknownLoads;
       if (is_loaded || (record.state == kSlotUnknown && !seat.opaque)) {
         ++num_unverified;
-        // A token of -1: another group's block, or nobody knows whose.
+        // A token of -1: another group's block, or an unknown owner.
         const bool is_other = record.state == kSlotLoaded && !seat.opaque &&
                               record.content == kContentKnown && record.token >= 0 &&
                               record.token != token;

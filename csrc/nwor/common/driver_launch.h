@@ -22,7 +22,7 @@ inline void check_device(const char* op, int device) {
              " is not supported; must be below ", kMaxDevices);
 }
 
-// What a launch needs to know of a device, asked for once.
+// Properties of a device that a launch needs, queried once.
 template <cudaDeviceAttr kAttribute>
 int device_attribute(const char* op, int device) {
   static std::atomic<int> known[kMaxDevices];

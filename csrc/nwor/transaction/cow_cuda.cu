@@ -137,8 +137,8 @@ struct LayerSplit {
 };
 
 // Few drafts: one layer a block, to use many multiprocessors. Many: up to 32 KB a
-// block, so that finding the draft's place is paid for by what is copied, and still
-// several blocks for each multiprocessor.
+// block, to amortize finding the draft's place, and still several blocks for each
+// multiprocessor.
 LayerSplit split_layers(int64_t num_drafts, int64_t num_layers, int64_t log_row_bytes,
                         int num_multiprocessors) {
   constexpr int64_t kMinBlockBytes = 2 << 10;
