@@ -563,12 +563,12 @@ struct OfBytes : Args {
 
   explicit OfBytes(const Args& args) : Args(args), layers(args.parts[0].table) {}
 
-  // [num_columns]: what is known of a slot.
+  // [num_columns]: a slot's known checksums.
   NWOR_RULE int32_t* known(int64_t slot) const {
     return this->contents + slot * this->num_columns;
   }
 
-  // A slot's checksums become what is known of it.
+  // Stores a slot's checksums as the known ones.
   template <typename Team>
   NWOR_RULE void keep(Team& team, int64_t slot, const int32_t* found) const {
     for (int64_t i = team.index(); i < this->num_columns; i += team.size()) {
@@ -576,7 +576,7 @@ struct OfBytes : Args {
     }
   }
 
-  // With what is known of a slot. By a warp; all lanes get it.
+  // Compares with a slot's known checksums. By a warp; all lanes get the result.
   template <typename Team>
   NWOR_RULE Compared compare(Team& team, int64_t slot, const int32_t* found) const {
     Compared compared{known(slot), found, 0, -1, -1};

@@ -77,7 +77,7 @@ constexpr bool kCanWaitForStream = [] {
   return false;
 }();
 
-// A kernel that is launched early begins with this. It waits for what is before it in
+// A kernel that is launched early begins with this. It waits for earlier work in
 // its stream, and lets the next launch, which waits here too, be set up meanwhile.
 //
 // To trigger before waiting is safe. The trigger only allows the next grid to start,

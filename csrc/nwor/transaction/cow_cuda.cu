@@ -54,7 +54,7 @@ __device__ CopyJob make_job(const LayerRow& layer, const UndoLog& log, int64_t d
   const uint32_t num_pieces = pieces_per_run * job.num_heads;
   job.step_heads = kWarpThreads / pieces_per_run;
   job.step_pieces = kWarpThreads % pieces_per_run;
-  // A table whose layers have fewer slots than its first: leave the layer alone.
+  // A layer with fewer slots than the table's first one: skip it.
   job.num_chunks =
       slot < layer.num_slots() ? (num_pieces + kChunkPieces - 1) / kChunkPieces : 0;
   return job;

@@ -22,7 +22,7 @@ first byte. On CUDA only what the host knows is checked; drafts whose slot is ou
 range are left alone, and counted as `invalid_slots`. A bad argument raises
 RuntimeError, which names it, its value and what is allowed.
 
-An op reads and writes caches whose addresses are in a table, so PyTorch does not see
+An op finds the caches through addresses in a table, so PyTorch does not see
 them. The owner of the table keeps the caches alive, and keeps the calls out of anything
 that reorders ops by their schemas.
 
@@ -350,7 +350,7 @@ query_start_loc: [>= num_reqs + 1] int32. seq_lens: [>= num_reqs] int32, this st
     rows included. cu_num_logits: [num_leading_zeros + num_reqs] int32, inclusive.
 state_indices: [num_reqs] int32 or int64, the index of each request in the runner's
     states, no two alike; its seat is seat_of_state at that index. None: request r has
-    seat r. A request whose seat is not one of `saved` has none: its window is not
+    seat r. A request without a seat in `saved` has none: its window is not
     staged, and not counted.
 seat_of_state: [num_states] int32, -1: none. None: the index is the seat.
 saved: [num_seats, SAVED_COLUMNS + 2 * span] int32, zeros before the first use.

@@ -256,7 +256,7 @@ class Audit:
     def plan(self, step: Step, text_of: TextOf) -> None:
         """Call when block tables and slots are final and name real blocks.
 
-        text_of: called for rows whose request was not in the last batch.
+        text_of: called for rows of requests that were not in the last batch.
         """
         self._take_in()
         if self._has_drafts and not self._had_drafts:

@@ -37,7 +37,7 @@ class RunnerLimits:
     num_speculative_tokens, 0 without speculation. num_rows: requests in a batch, at
     most.
     num_states: requests that the runner has states for, where a Step has state_indices;
-    else 0. max_in_flight: steps whose output was not read, at most.
+    else 0. max_in_flight: steps with unread outputs, at most.
     is_async: asynchronous scheduling: the host does not know a running request's text.
     sleeps: memory that is allocated when caches are bound loses its content in sleep.
     """

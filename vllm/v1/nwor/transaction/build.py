@@ -40,7 +40,7 @@ def is_wanted(config: NworConfig) -> bool:
 def build(
     caches: RunnerCaches, config: NworConfig, storage: torch.Tensor | None
 ) -> Transaction:
-    """The transaction of the runner whose KV caches were just bound.
+    """The transaction of a runner, right after its KV caches were bound.
 
     storage: memory that was reserved for the undo log (reserved_bytes), or None to
     allocate it.
