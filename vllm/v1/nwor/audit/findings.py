@@ -64,8 +64,8 @@ class Finding:
 
     kind: one of CLASSES. layer: the first one concerned, and num_layers how many;
     None and 0 where the identity of a slot is concerned, in all layers. owner: the
-    request that the slot belongs to (foreign_write: the owner of the block). step: of the
-    worker, when it was found. expected, found: identities of a text up to the slot,
+    request that the slot belongs to (foreign_write: the owner of the block). step: of
+    the worker, when it was found. expected, found: identities of a text up to the slot,
     checksums of a layer's bytes, slots (foreign_write), or a slot's states (handed_on
     without a layer: SlotState of csrc/nwor/audit/audit.h).
     """
