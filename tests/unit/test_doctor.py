@@ -87,10 +87,9 @@ def test_each_problem_is_marked_once_and_changes_the_exit_status(monkeypatch):
         f"! variable   VLLM_NWOR_SHADOW_BLOCKS='-3' {said} {blocks}",
         f"! variable   VLLM_NWOR_AUDIT='yes' {said} off, log, raise",
         f"! variable   VLLM_NWOR_AUDIT_FILE='/missing/a.json' {why}",
-        "! variable   VLLM_NVOR_MODE is no variable of NWOR; did you mean "
-        "VLLM_NWOR_MODE?",
-        "! variable   VLLM_NWOR_ is no variable of NWOR",
-        "! variable   VLLM_NWOR_STRIKT is no variable of NWOR; did you mean "
+        "! variable   VLLM_NVOR_MODE: unknown variable; did you mean VLLM_NWOR_MODE?",
+        "! variable   VLLM_NWOR_: unknown variable",
+        "! variable   VLLM_NWOR_STRIKT: unknown variable; did you mean "
         "VLLM_NWOR_STRICT?",
     ]
     shown = [line for line in lines if line.startswith("  variable")]

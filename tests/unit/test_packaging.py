@@ -239,7 +239,7 @@ DOCTOR = "-m", "vllm_nwor.doctor"
 ABSENT = (
     "RuntimeError: vllm-nwor: vLLM is not installed; install the build of vLLM for "
 )
-ABSENT += "your hardware, then vllm-nwor beside it"
+ABSENT += "your hardware, then vllm-nwor next to it"
 NO_VLLM = "! vllm       not installed, or only an empty folder of that name"
 NO_TORCH = ["! torch      not installed", "! library    No module named 'torch'"]
 BROKEN = "ModuleNotFoundError: No module named 'none_such'"

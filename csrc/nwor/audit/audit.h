@@ -34,7 +34,7 @@ enum SlotState : int32_t {
                 // before
 };
 
-// What is known of a slot's bytes. Replaced: the checksums are of what a load should
+// The state of a slot's checksums. Replaced: the checksums are of what a load should
 // have replaced. Claimed: a thread block of scan is
 // processing it. Loaded: there are none here, but those of what the load should have
 // brought (`stores`).
@@ -133,7 +133,7 @@ struct FindingsHeader {
   int64_t num_findings;
   int64_t num_unverified;  // slots taken over from somewhere that is not audited
   int64_t num_identities;  // slots and block ends compared
-  int64_t num_contents;    // slots whose bytes were compared
+  int64_t num_contents;    // slots with compared bytes
   int64_t num_returned;    // slots compared with what was stored when a load came
   int64_t cursor;          // of the batch's blocks, the next one to compare
   int64_t next_cursor;     // from the end of the step on
@@ -255,7 +255,7 @@ struct AuditResolveArgs : AuditStep {
   bool is_undone;
   SavedWindows staged;
   const AuditPart* parts;  // on the host
-  // Blocks of the batch whose bytes are compared, and of each hit.
+  // Blocks to compare byte by byte, of the batch and of each hit.
   int64_t num_scanned;
   int64_t num_hit_blocks;
   FindingsHeader* findings_to;  // as AuditGroup::header, memory that the host reads

@@ -338,8 +338,8 @@ struct PlanRequests : AuditPlanArgs {
   }
 };
 
-// Records what is kept, of all requests, before any is checked: a request may have
-// found another's block in this step.
+// Records the kept rows of all requests before any is checked: a request may have found
+// another's block in this step.
 struct KeepRequests : AuditResolveArgs {
   template <typename Team>
   NWOR_RULE void operator()(Team& team) const {
@@ -463,7 +463,7 @@ NWOR_RULE int64_t stored_slot(const AuditGroup& group, int64_t slot) {
                                                                            : kNotStored;
 }
 
-// Takes over what a new request found in the cache.
+// Takes over the cached prefix of a new request.
 struct AdoptHit : AuditResolveArgs {
   AuditHit hit;
 
@@ -523,7 +523,7 @@ struct AdoptHit : AuditResolveArgs {
       const bool is_loaded = record.state == kSlotLoaded || seat.loads == kUnknownLoads;
       if (is_loaded || (record.state == kSlotUnknown && !seat.opaque)) {
         ++num_unverified;
-        // A token of -1: another group's block, or nobody knows whose.
+        // A token of -1: another group's block, or an unknown owner.
         const bool is_other = record.state == kSlotLoaded && !seat.opaque &&
                               record.content == kContentKnown && record.token >= 0 &&
                               record.token != token;
@@ -563,12 +563,12 @@ struct OfBytes : Args {
 
   explicit OfBytes(const Args& args) : Args(args), layers(args.parts[0].table) {}
 
-  // [num_columns]: what is known of a slot.
+  // [num_columns]: a slot's known checksums.
   NWOR_RULE int32_t* known(int64_t slot) const {
     return this->contents + slot * this->num_columns;
   }
 
-  // A slot's checksums become what is known of it.
+  // Stores a slot's checksums as the known ones.
   template <typename Team>
   NWOR_RULE void keep(Team& team, int64_t slot, const int32_t* found) const {
     for (int64_t i = team.index(); i < this->num_columns; i += team.size()) {
@@ -576,7 +576,7 @@ struct OfBytes : Args {
     }
   }
 
-  // With what is known of a slot. By a warp; all lanes get it.
+  // Compares with a slot's known checksums. By a warp; all lanes get the result.
   template <typename Team>
   NWOR_RULE Compared compare(Team& team, int64_t slot, const int32_t* found) const {
     Compared compared{known(slot), found, 0, -1, -1};

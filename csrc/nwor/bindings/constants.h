@@ -18,7 +18,7 @@ struct Constant {
   int64_t value;
 };
 
-// The number of int64 in a row whose struct is Row.
+// The number of int64 in a row with the struct Row.
 template <typename Row>
 constexpr int64_t kColumns = sizeof(Row) / sizeof(int64_t);
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How this library refuses a value: an exception whose message names the op, the
-// argument, the value and what is allowed. PyTorch passes it to Python as a
+// How this library refuses a value: it throws an exception. The message names the op,
+// the argument, the value and the allowed values. PyTorch passes it to Python as a
 // RuntimeError.
 //
 // PyTorch's own STD_TORCH_CHECK is not used because it puts the path of the

@@ -21,7 +21,7 @@ constexpr int64_t kTileDrafts = 16;
 // too irregular for the hardware prefetcher. Measured with column-major K.
 constexpr int64_t kPrefetchRuns = 16;
 
-// Drafts of one tile whose bytes are to be copied.
+// Drafts of one tile, to be copied.
 struct DraftTile {
   int64_t drafts[kTileDrafts];
   int64_t slots[kTileDrafts];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What dispatch.h declares and only CUDA's compiler and runtime can answer.
+// The functions of dispatch.h that need CUDA's compiler and runtime.
 #include "common/cuda_support.h"
 #include "common/dispatch.h"
 

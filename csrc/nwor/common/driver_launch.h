@@ -22,7 +22,7 @@ inline void check_device(const char* op, int device) {
              " is not supported; must be below ", kMaxDevices);
 }
 
-// What a launch needs to know of a device, asked for once.
+// Properties of a device that a launch needs, queried once.
 template <cudaDeviceAttr kAttribute>
 int device_attribute(const char* op, int device) {
   static std::atomic<int> known[kMaxDevices];
@@ -77,7 +77,7 @@ constexpr bool kCanWaitForStream = [] {
   return false;
 }();
 
-// A kernel that is launched early begins with this. It waits for what is before it in
+// A kernel that is launched early begins with this. It waits for earlier work in
 // its stream, and lets the next launch, which waits here too, be set up meanwhile.
 //
 // To trigger before waiting is safe. The trigger only allows the next grid to start,

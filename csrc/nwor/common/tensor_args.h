@@ -16,7 +16,7 @@ namespace nwor {
 // Checks the arguments of one call: each is named, and all share a device.
 class TensorArgs {
  public:
-  // `reference` is the tensor whose device the others must share.
+  // The other tensors must be on the device of `reference`.
   TensorArgs(const char* op, const char* name, const Tensor& reference);
   TensorArgs(const char* op, const char* name, int32_t device_type,
              int32_t device_index);

@@ -87,7 +87,7 @@ NWOR_HOST_DEVICE inline DraftPlace place_in_request(const int32_t* cu_num_logits
           static_cast<int32_t>(num_drafts), d + r + 1};
 }
 
-// What the sampler decided. Exactly one of the two pointers is set.
+// The sampler's result. Exactly one of the two pointers is set.
 struct Acceptance {
   const int32_t* sampled_token_ids;  // [num_reqs, num_columns]
   int64_t row_stride;                // in elements, as column_stride

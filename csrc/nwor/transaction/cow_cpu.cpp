@@ -67,7 +67,7 @@ bool is_draft(const int32_t* log_windows, int64_t draft) {
   return log_windows[3 * draft] >= 0;
 }
 
-// Only for a draft whose window was checked.
+// Requires that the draft's window was checked.
 bool is_accepted(const int32_t* log_windows, int64_t draft,
                  const Acceptance& acceptance) {
   const int32_t* window = log_windows + 3 * draft;

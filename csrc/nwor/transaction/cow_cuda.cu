@@ -54,7 +54,7 @@ __device__ CopyJob make_job(const LayerRow& layer, const UndoLog& log, int64_t d
   const uint32_t num_pieces = pieces_per_run * job.num_heads;
   job.step_heads = kWarpThreads / pieces_per_run;
   job.step_pieces = kWarpThreads % pieces_per_run;
-  // A table whose layers have fewer slots than its first: leave the layer alone.
+  // A layer with fewer slots than the table's first one: skip it.
   job.num_chunks =
       slot < layer.num_slots() ? (num_pieces + kChunkPieces - 1) / kChunkPieces : 0;
   return job;
@@ -137,8 +137,8 @@ struct LayerSplit {
 };
 
 // Few drafts: one layer a block, to use many multiprocessors. Many: up to 32 KB a
-// block, so that finding the draft's place is paid for by what is copied, and still
-// several blocks for each multiprocessor.
+// block, to amortize finding the draft's place, and still several blocks for each
+// multiprocessor.
 LayerSplit split_layers(int64_t num_drafts, int64_t num_layers, int64_t log_row_bytes,
                         int num_multiprocessors) {
   constexpr int64_t kMinBlockBytes = 2 << 10;

@@ -122,7 +122,7 @@ __device__ void copy_rows(const LayerTable& table, const Part& part,
         static_cast<int64_t>(shared.shadow[entry - shared.window.first_block]) *
             blocks +
         place / block_size;
-    // A table whose layers have fewer slots than its first: leave the layer alone.
+    // A layer with fewer slots than the table's first one: skip it.
     if (real >= layer.num_blocks || shadow >= layer.num_blocks) {
       continue;
     }

@@ -6,9 +6,9 @@ folder; all imports inside are relative. vLLM loads it through the entry point
 `vllm.general_plugins`; users switch it on with `VLLM_NWOR_MODE`. Importing it imports
 neither torch nor vLLM, and touches no device.
 
-Where things are: the modes and variables in `config`, one slot's bytes in
-`layout.kv_layout`, what commit guarantees in `transaction.draft_manager`, everything
-that is touched in vLLM in `hooks.ledger`, how one step goes in `step`. Other plugins
+Where to look: `config` for modes and variables, `layout.kv_layout` for one slot's
+bytes, `transaction.draft_manager` for the guarantees of commit, `hooks.ledger` for
+everything that NWOR touches in vLLM, `step` for the moments of one step. Other plugins
 may use `on_commit`.
 """
 
@@ -29,7 +29,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """What other plugins use is imported when they ask for it."""
+    """Imports the public names of other modules on first use."""
     if name in _LAZY:
         from importlib import import_module
 

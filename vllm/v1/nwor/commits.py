@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """on_commit: reports in the scheduler's process what each step committed.
 
-For what publishes or accounts for KV-cache content. The numbers are the scheduler's;
-nothing waits for a device, or is copied from one. Steps that vLLM ignores are not
-reported: of requests aborted or preempted in flight, or whose KV failed to load. What a
-prefix cache or a KV connector brought was never computed here: a request's first commit
-starts behind it. Whether a KV-cache group is protected is in `vllm:nwor_info`.
+For code that publishes or accounts for KV-cache content. The numbers are the
+scheduler's; nothing waits for a device or copies from one. Not reported are steps that
+vLLM ignores: the request was aborted or preempted in flight, or failed to load its KV.
+A prefix from the prefix cache or a KV connector was not computed here: a request's
+first commit starts after it. `vllm:nwor_info` says whether a group is protected.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Commit(NamedTuple):
 
     request_id: as the engine core and its KV connectors have it.
     start, end: positions that the step wrote and that hold the request's tokens, `end`
-        not included; so do all before. Drafts that were accepted behind a stop are kept
-        in the cache, but are no tokens of the request.
+        not included; all positions before them do, too. Drafts that were accepted after
+        a stop stay in the cache, but are not tokens of the request.
     num_rejected: drafts of the step that were rejected.
     block_ids: for each KV-cache group the blocks of [start, end), in order, read before
         vLLM frees them. Empty for groups that are not slot based.
@@ -67,7 +67,7 @@ class Registration:
                 logger.exception(text, self.callback)
 
 
-# Of this process, in the order in which they came.
+# Of this process, in the order of registration.
 registered: list[Registration] = []
 
 
@@ -75,14 +75,14 @@ def on_commit(callback: Callback) -> Registration:
     """Has `callback` called once for each step of this process's schedulers that
     committed something, with a Commit for each request.
 
-    It runs in the scheduler's thread, when vLLM has taken the step in: what takes long
-    belongs in a queue. With asynchronous scheduling the next step is on its way by
-    then, and may write behind `end`. An exception ends no step, whatever
-    VLLM_NWOR_STRICT says: it is logged once and counted, and the callback stays.
+    It runs in the scheduler's thread, after vLLM has processed the step's output:
+    offload slow work to a queue. With asynchronous scheduling the next step is in
+    flight by then, and may write after `end`. An exception never ends a step, not even
+    under VLLM_NWOR_STRICT: it is logged once and counted, and the callback stays.
 
     Raises:
-        NworConfigError: steps are not counted in this process's environment.
-        RuntimeError: vLLM's scheduler is here without NWOR's hook.
+        NworConfigError: the mode or the metrics are off in this process.
+        RuntimeError: vLLM's scheduler was imported without NWOR's hook.
     """
     config = NworConfig.from_env()
     if config.mode is Mode.OFF:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """NworConfig: the only reader of the `VLLM_NWOR_*` environment variables.
 
-Values that are not allowed raise `NworConfigError`, which names for each the variable,
-the value and what is allowed; none silently means the default. An empty value means the
-default: templates of containers leave it where nothing was chosen.
+A value that is not allowed raises `NworConfigError`, which names the variable, the
+value and the allowed ones; it never falls back to the default. An empty value means the
+default, because container templates pass empty values on.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Mode(enum.StrEnum):
 
     OFF: plain vLLM, nothing is wrapped.
     COW: old bytes are logged before the forward, rejected slots restored after it.
-    STAGE: drafts are verified in shadow blocks, and only kept rows get into a request's
-        own; a KV-cache group that cannot have them uses COW.
+    STAGE: drafts are verified in shadow blocks, and only kept rows are copied to the
+        request's blocks; a KV-cache group that cannot have shadow blocks uses COW.
     """
 
     OFF = "off"
@@ -30,10 +30,10 @@ class Mode(enum.StrEnum):
 
 
 class Strict(enum.StrEnum):
-    """Where a failure of ours raises instead of falling back to plain vLLM.
+    """When a failure of NWOR raises instead of falling back to plain vLLM.
 
-    NEVER: nowhere. STARTUP: what is refused at start-up. ALWAYS: what fails in a step,
-    too, which ends a running engine.
+    NEVER: at no time. STARTUP: a refusal at start-up raises. ALWAYS: a failure in a
+    step raises too, and ends a running engine.
     """
 
     NEVER = "0"
@@ -53,10 +53,10 @@ class OnReject(enum.StrEnum):
 
 
 class AuditMode(enum.StrEnum):
-    """What the KV audit does with what it finds.
+    """What the KV audit does with its findings.
 
-    OFF: there is no audit, nothing of it is wrapped. LOG: findings are logged and
-    counted. RAISE: besides, the tokens of their step do not leave the worker.
+    OFF: there is no audit, and none of its hooks. LOG: findings are logged and counted.
+    RAISE: in addition, the tokens of their step do not leave the worker.
     """
 
     OFF = "off"
@@ -88,7 +88,7 @@ ENV_NAMES = (
     AUDIT_FILE := "VLLM_NWOR_AUDIT_FILE",
 )
 SWITCH = ("0", "1")
-# MiB of cache whose bytes the audit compares in a step, unless AUDIT_MIB says.
+# MiB of cache that the audit compares in a step, unless AUDIT_MIB is set.
 DEFAULT_AUDIT_MIB = 32
 # Longer numbers are typing errors; Python refuses to read those of thousands of digits.
 MAX_DIGITS = 100
@@ -125,8 +125,8 @@ class NworConfig:
     ) -> NworConfig:
         """Reads `env` (default: this process's environment).
 
-        looks_at_files: whether the audit's file must be one that this process can
-            write. Not in a running engine, which does not end because of a file.
+        looks_at_files: whether to check that this process can write the audit's file.
+            False in a running engine, which must not end because of a file.
 
         Raises:
             NworConfigError: naming each variable, its value and the allowed ones.
@@ -190,8 +190,8 @@ class _Reader:
 
 def audit_file_problem(value: str) -> str:
     """Why this process cannot write VLLM_NWOR_AUDIT_FILE=`value`, a sentence; empty if
-    it can, or if there is no such file to write. The file is replaced as a whole, so
-    that it is the folder which counts."""
+    it can, or if `value` is empty. The file is replaced as a whole, so the folder must
+    be writable."""
     path = Path(value)
     if not value:
         return ""

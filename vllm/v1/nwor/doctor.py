@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m vllm_nwor.doctor: would NWOR work here? For bug reports.
 
-vLLM's version and what is relied on in it are read from its source. It is imported only
-by a process of its own, which loads plugins as each of vLLM's processes does, so that a
-vLLM that is absent or broken is named like everything else. That process has --timeout
-seconds; nothing else here waits for anything. CUDA is not started.
+It reads vLLM's version, and everything NWOR relies on, from vLLM's source. Only a child
+process imports vLLM and loads its plugins, as each process of vLLM does. So a missing
+or broken vLLM is one more line of the report. The child process has --timeout seconds;
+nothing else waits. CUDA is not initialized.
 
-Exit status: 1 if something would not work; those lines begin with "!".
+Exit status: 1 if something would not work; the lines of such problems begin with "!".
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .config import AUDIT, ENV_NAMES, MODE, NworConfig, NworConfigError
 from .hooks.versions import VERSIONS
 from .plugin import used_package
 
-# (whether it is in order, what it is about, what there is to say)
+# (whether it is fine, the topic, the text)
 Line = tuple[bool, str, str]
 
 RUNNERS = {
@@ -63,7 +63,7 @@ def versions(vllm: Path | None) -> Iterator[Line]:
         is_tried = version.split("+")[0] in VERSIONS
         tried = "" if is_tried else f" (tried: {', '.join(VERSIONS)})"
         yield True, "vllm", f"{version}{tried}, {vllm}"
-    is_forks = __package__ == "vllm.v1.nwor"  # whose modules call us by themselves
+    is_forks = __package__ == "vllm.v1.nwor"  # a fork needs no import hooks
     for name in ("torch",) if is_forks else ("torch", "wrapt"):
         try:
             yield True, name, metadata.version(name)
@@ -73,7 +73,7 @@ def versions(vllm: Path | None) -> Iterator[Line]:
 
 
 def library(device: str | None) -> Iterator[Line]:
-    """device: "cpu", "cuda", or None for what torch and this machine suggest."""
+    """device: "cpu", "cuda", or None for a guess from torch and this machine."""
     try:
         import torch
 
@@ -94,7 +94,7 @@ def library(device: str | None) -> Iterator[Line]:
 
 
 def bad_values() -> tuple[str, ...]:
-    """A sentence for each variable whose value stops vLLM."""
+    """A sentence for each variable with a value that stops vLLM."""
     try:
         NworConfig.from_env(looks_at_files=True)
     except NworConfigError as error:
@@ -112,11 +112,11 @@ def variables() -> Iterator[Line]:
                 yield True, "variable", f"{name}={os.environ[name]}"
         elif meant or name.startswith("VLLM_NWOR"):
             hint = f"; did you mean {meant[0]}?" if meant else ""
-            yield False, "variable", f"{name} is no variable of NWOR{hint}"
+            yield False, "variable", f"{name}: unknown variable{hint}"
 
 
 def processes(timeout_s: float = TIMEOUT_S) -> Iterator[Line]:
-    """What vLLM's processes will see: one is started that does as they do."""
+    """Starts a process that loads plugins as vLLM's do, and reports what it sees."""
     if bad_values():
         yield True, "plugin", "not tried: with the values above vLLM does not start"
         return
@@ -150,7 +150,7 @@ def processes(timeout_s: float = TIMEOUT_S) -> Iterator[Line]:
         reason = f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']!r}"
     else:
         reason = "; ".join(line for line in output if "rror" in line)
-    # As they are set: what is not allowed was said above.
+    # Unchecked: bad values were reported above.
     mode, audit = (os.environ.get(name) or "off" for name in (MODE, AUDIT))
     is_fine = mode == audit == "off"
     yield is_fine, "plugin", f"{NOT_LOADED} by vLLM: {reason}"
@@ -166,7 +166,7 @@ def hooks(vllm: Path) -> Iterator[Line]:
         gone = [name for name, path in RUNNERS.items() if tree.read(path) is None]
         for module in FACTS:
             problems = mismatches(module, tree)
-            if gone == [module]:  # the other one is enough
+            if gone == [module]:  # one of the two runners is enough
                 text = "not needed: this vLLM does not have that model runner"
                 yield True, "hooks", f"{module}: {text}"
             elif problems:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the worker's windows did, tied to what the scheduler counted.
+"""NWOR's counters, compared with the scheduler's.
 
-The worker counts verification windows on the device; the scheduler counts drafts and
-accepted tokens by itself. The two meet one ModelRunnerOutput at a time: what the worker
-counted belongs to the step whose output carried it, so every identity is exact for each
-step, also when outputs arrive late.
+The worker counts verification windows on the device; the scheduler has its own counts
+of drafts and accepted tokens. They are compared for each ModelRunnerOutput: an output
+carries the worker's counts of its own step. So every identity is exact for each step,
+also when outputs arrive late.
 
 A *dropped* window is one that the worker ran and the scheduler never counted: its
 request finished or was aborted in flight, failed to load its KV, or its output was
-stale. They are not guessed: all that were scheduled, less those that vLLM counted.
+stale. Their number is exact: all scheduled windows minus those that vLLM counted.
 
-What holds for the totals, always (a breach only moves tokens between the parts):
+This always holds for the totals (a breach only moves tokens between the parts):
 
     tokens_staged == committed_tokens + rejected_tokens + dropped_drafts
 
@@ -19,7 +19,7 @@ and, as long as no breach is counted and no step ran as plain vLLM:
     committed_tokens == vllm:spec_decode_num_accepted_tokens
     rejected_tokens  == drafts counted (grammar-invalid ones too) - accepted
 
-`hooks.scheduler` and `hooks.front_end` bring the numbers.
+`hooks.scheduler` and `hooks.front_end` deliver the numbers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ COUNTERS = {
 }
 # Where a window's drafts were verified: in shadow blocks, or logged in their own.
 WINDOW_MODES = ("stage", "cow")
-# What a report counts, in its order: a counter, and the value of its label `mode`.
+# The counts of a report, in order: a counter, and the value of its label `mode`.
 SERIES = (
     *(("windows", mode) for mode in WINDOW_MODES),
     *((name,) for name in COUNTERS if name != "windows"),
@@ -67,8 +67,8 @@ FALLBACKS = (
 # Optional report fields: new fallbacks by reason; a GroupInfo for each group, once; the
 # audit's steps, unverified slots and findings by class.
 NEWS = ("fallbacks", "info", "audit")
-# What the KV audit finds: classes of findings, in the order of FindingClass of
-# csrc/nwor/audit.h, and what they mean.
+# The KV audit's classes of findings, in the order of FindingClass in
+# csrc/nwor/audit/audit.h, and their meaning.
 FINDINGS = {
     "foreign_write": "a write was planned to a block that is not the request's",
     "wrong_prefix": "a block in a request's table does not hold the request's text",
@@ -78,7 +78,7 @@ FINDINGS = {
     "back is not what was stored",
     "never_loaded": "a load was reported done and changed nothing",
 }
-# In addition to findings; the names are those of a payload, behind vllm:nwor_audit_.
+# In addition to findings; names as in a payload, prefixed with vllm:nwor_audit_.
 AUDIT_COUNTERS = {
     "steps": "Steps that the KV audit has looked at; reported once a second.",
     "unverified": "Slots that a request took over and that cannot be audited.",
@@ -90,9 +90,10 @@ ENGINE_LABELS = ("model_name", "engine")
 MAX_WAITING = 1000
 _NOTHING = [0] * len(SERIES)
 
-# What the scheduler knows of a step: drafts scheduled for each request; the runner's
-# output; how many ids each of its rows has, before vLLM cuts those of a request that
-# stops. An empty row (vLLM clears discarded requests' rows) or none says nothing.
+# The scheduler's view of a step: drafts scheduled for each request; the runner's
+# output; how many ids each of its rows has, before vLLM truncates the row of a request
+# that stops. An empty row (vLLM clears discarded requests' rows) or a missing one gives
+# no information.
 Scheduled = tuple[Mapping[str, Sequence[int]], Any, Sequence[int]]
 
 
@@ -112,8 +113,8 @@ class GroupInfo(NamedTuple):
 
 class Counted:
     """Sums over the windows that vLLM counts, named as in its SpecDecodingStats, but
-    with grammar-invalid drafts: call it in place of make_spec_decoding_stats, `make`.
-    """
+    with grammar-invalid drafts. Replaces make_spec_decoding_stats, `make`, and calls
+    it."""
 
     num_drafts = num_draft_tokens = num_accepted_tokens = 0
 
@@ -138,13 +139,14 @@ class NworStats:
     """One scheduler's counts.
 
     report: the increments not yet sent to the front end, as plain data: "counts" in the
-        order of SERIES and, if there are any, what else a payload has, by name.
+        order of SERIES and, by name, the optional fields of a payload (NEWS).
     """
 
     def __init__(self, num_sampled: int = 1, trims_drafts: bool = False) -> None:
         """num_sampled: ids of an output's row that are not drafts (1, the bonus token).
         trims_drafts: the worker may run fewer drafts than were scheduled (ngram_gpu,
-            adaptive verification); vLLM counts those as drafted and rejected, not we.
+            adaptive verification). vLLM counts those as drafted and rejected; NWOR does
+            not count them.
         """
         self.report: dict[str, Any] = {}
         self._num_sampled = num_sampled
@@ -157,11 +159,11 @@ class NworStats:
 
     def add_step(self, payload: Any, counted: Any, scheduled: Scheduled) -> None:
         """Adds one processed output. Raises TypeError or ValueError if the payload is
-        none.
+        malformed.
 
-        payload: what the worker sent with it, or what gives that from `read`: by how
-            much the step raised each of ops.COUNTER_COLUMNS (missed begins are among
-            the invalid slots) and, as far as they are there, NEWS.
+        payload: the worker's, or an object with `read` that returns it: the step's
+            increments of ops.COUNTER_COLUMNS (missed begins are among the invalid
+            slots), then up to all of NEWS.
         counted: Counted, or SpecDecodingStats of a step without grammar-invalid drafts.
         """
         if read := getattr(payload, "read", None):
@@ -169,8 +171,8 @@ class NworStats:
         counts, *news = payload
         windows, staged, accepted, rejected, in_shadow, *others = counts
         restored, invalid, copied, kept = others
-        # vLLM counts scheduled windows, each once: as many are the same ones, and their
-        # drafts those that were scheduled. So it is in nearly every step.
+        # Fast path, taken in nearly every step. vLLM counts each scheduled window once:
+        # if the numbers agree, all scheduled windows were counted, with all drafts.
         if (
             windows == counted.num_drafts == len(scheduled[0])
             and staged == counted.num_draft_tokens
@@ -207,9 +209,9 @@ class NworStats:
         """Committed, rejected and dropped drafts. Each identity that does not hold is a
         breach.
 
-        The parts add up whatever was found. Drafts that the worker left out
-        (trims_drafts) are taken from the rejected ones, then from the dropped ones;
-        drafts it ran beyond what was scheduled (a breach) are dropped ones.
+        The parts add up to the staged drafts even then. Drafts that the worker left out
+        (trims_drafts) are taken from the rejected ones, then from the dropped ones.
+        Drafts that it ran without being scheduled (a breach) count as dropped.
         """
         windows, staged, accepted, rejected, in_shadow, *_ = counts
         drafts, output, num_ids = scheduled
@@ -220,7 +222,7 @@ class NworStats:
         parts = committed, staged - committed - dropped, dropped
         if windows == staged == 0:
             return parts  # the step ran as plain vLLM
-        # Fewest and most drafts accepted in all windows, as far as the output shows.
+        # Bounds, from the output, on the drafts accepted in all windows.
         fewest = most = 0
         for request_id, tokens in drafts.items():
             row = output.req_id_to_index.get(request_id)
@@ -255,13 +257,13 @@ def keep_info(engine: int, rows: Sequence[Sequence[Any]]) -> None:
 
 
 def known_info() -> dict[str, Sequence[Sequence[Any]]]:
-    """What this process knows of engines, by index as text."""
+    """The rows that this process has of each engine, by index as text."""
     return {str(engine): rows for engine, rows in _info.items()}
 
 
 def create(cls: Any, name: str, text: str, *labels: str, **more: str) -> Any:
     """A metric with vLLM's labels and these. cls: prometheus_client's, or Ray's
-    stand-in. One of the same name must have been unregistered before (vLLM does)."""
+    replacement. A metric of the same name must be unregistered first (vLLM does)."""
     names = [*ENGINE_LABELS, *labels]
     return cls(name=f"vllm:nwor_{name}", documentation=text, labelnames=names, **more)
 
@@ -270,8 +272,8 @@ class NworPrometheus:
     """Our counters of one stat logger. label_values: engine index -> values of
     ENGINE_LABELS.
 
-    All series of counters are there from the start, with 0, so that an alert on a rise
-    sees the first one, also where several API servers write to files."""
+    All series of counters exist from the start, with value 0, so that an alert on an
+    increase sees the first one, also where several API servers write to files."""
 
     def __init__(
         self,
@@ -297,7 +299,7 @@ class NworPrometheus:
         self._waiting = {engine: deque[Sequence[int]]() for engine in label_values}
         self._shown: dict[int, Sequence[Sequence[Any]]] = {}
         self._flushing = threading.Lock()
-        # Otherwise another process collects, from a file, or Ray, from a push.
+        # If not: another process collects from files, or Ray gets pushes.
         is_collected = hasattr(counters["windows"], "collect")
         is_collected &= "PROMETHEUS_MULTIPROC_DIR" not in os.environ
         self._max_waiting = MAX_WAITING * is_collected
@@ -309,8 +311,8 @@ class NworPrometheus:
 
     def add(self, report: Mapping[str, Any], engine: int) -> None:
         """Adds the increments of `NworStats.report` for engine index `engine`. Counts
-        wait for a collection: so many counters take longer than a step's hooks
-        together."""
+        are added to Prometheus only when it collects: updating all counters takes
+        longer than all other hooks of a step."""
         waiting = self._waiting[engine]
         waiting.append(report["counts"])
         if len(waiting) > self._max_waiting:
@@ -318,13 +320,13 @@ class NworPrometheus:
         if len(report) == 1 and engine in self._shown:
             return
         for reason, num in report.get("fallbacks", {}).items():
-            if reason in self._fallbacks[engine]:  # or another version counted it
+            if reason in self._fallbacks[engine]:  # another version may have others
                 self._fallbacks[engine][reason].inc(num)
         _info[engine] = report.get("info") or _info.get(engine, ())
         self._show(engine, _info[engine])
 
     def _show(self, engine: int, rows: Sequence[Sequence[Any]]) -> None:
-        """Sets the rows of vllm:nwor_info to 1; what was shown before goes to 0."""
+        """Sets the rows of vllm:nwor_info to 1, and the rows shown before to 0."""
         for value, shown in ((0, self._shown.get(engine, ())), (1, rows)):
             for row in shown:
                 labels = *self._label_values[engine], *map(str, row)
@@ -347,8 +349,8 @@ class NworPrometheus:
 
 
 class AuditPrometheus:
-    """The audit's counters of one stat logger, as NworPrometheus. Every class
-    is there from the start, with 0, so that an alert on its rise sees the first
+    """The audit's counters of one stat logger, as NworPrometheus. Every class exists
+    from the start, with value 0, so that an alert on an increase sees the first
     finding."""
 
     def __init__(

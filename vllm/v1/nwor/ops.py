@@ -22,13 +22,13 @@ first byte. On CUDA only what the host knows is checked; drafts whose slot is ou
 range are left alone, and counted as `invalid_slots`. A bad argument raises
 RuntimeError, which names it, its value and what is allowed.
 
-An op reads and writes caches whose addresses are in a table, so PyTorch does not see
+An op finds the caches through addresses in a table, so PyTorch does not see
 them. The owner of the table keeps the caches alive, and keeps the calls out of anything
 that reorders ops by their schemas.
 
-Words: a draft's place in a batch follows from `cu_num_logits`, the inclusive cumulative
-number of logits rows; a request has 1 + k rows, the first of which is no draft. With
-k = [2, 0, 1] it is [3, 4, 6]: drafts 0 and 1 are rows 1 and 2, draft 2 is row 5.
+A draft's place in a batch follows from `cu_num_logits`, the inclusive cumulative number
+of logits rows. A request has 1 + k rows; the first one is not a draft. With k = [2, 0,
+1] it is [3, 4, 6]: drafts 0 and 1 are rows 1 and 2, draft 2 is row 5.
 """
 
 from __future__ import annotations
@@ -55,26 +55,26 @@ NAMES = (
     *("log_cache_slots", "restore_rejected_drafts"),
     *("stage", "commit_draft_layer", "unstage"),
 )
-# What a step calls.
+# A step calls their methods.
 CLASSES = ("LoggedLayers", "StagedLayers")
 AUDIT_NAMES = (
     *("audit_seat", "audit_plan", "audit_resolve"),
     *("audit_blocks", "audit_snapshot"),
 )
-# Set on torch's namespace object: the library whose ops it has. Another copy of this
-# module reads it.
+# Attribute of torch's namespace object: the library that registered its ops. Another
+# copy of this module reads it.
 _LIBRARY_MARK = "nwor_library"
 
 
 class NworOpsUnavailable(RuntimeError):
-    """The native library, or its part for the device asked for, is not there."""
+    """The native library, or its part for the requested device, is missing."""
 
 
 # --- constants ------------------------------------------------------------------------
 
 # csrc/nwor/bindings/constants.h exports the library's. Python reads them as attributes
-# of this module. Those that are needed where the library may be missing are written in
-# Python, too, and are compared when it is loaded (`shared`).
+# of this module. Constants that are needed without the library are also written in
+# Python, and compared when the library is loaded (`shared`).
 
 _shared: dict[str, Any] = {}
 
@@ -203,7 +203,7 @@ def load_builtins(device: torch.device) -> SimpleNamespace:
 
 
 class _Synchronizing:
-    """An object each of whose methods then waits for the device."""
+    """Wraps an object so that each method call then waits for the device."""
 
     def __init__(self, of: object, device: torch.device) -> None:
         self._of, self._device = of, device
@@ -265,8 +265,8 @@ def _load_library() -> ModuleType:
         _compare(library, name)
     for name in NAMES:
         torch.library.register_fake(f"{_NAMESPACE}::{name}", _no_result)
-    # torch's own objects: they are not looked up by argument types at each call, add no
-    # Python frame, and torch.compile can trace them.
+    # torch's own objects: no overload resolution at each call and no Python frame, and
+    # torch.compile can trace them.
     globals().update({name: getattr(namespace, name).default for name in NAMES})
     declared = sys.modules[__name__].__annotations__.keys() - globals().keys()
     globals().update({name: getattr(library, name) for name in declared})
@@ -326,8 +326,8 @@ num_rejected: [num_reqs] int32: rejected drafts of each window. Exactly one of t
     two is given. A draft is rejected if its position is not below the number of
     accepted ones.
 counters: [9] int64, COUNTER_COLUMNS. Mutated: added to.
-counters_to: [9] int64, cpu, in pinned memory for CUDA. Mutated: what counters have
-    become, unless num_drafts is 0.
+counters_to: [9] int64, cpu, in pinned memory for CUDA. Mutated: the new values of
+    counters, unless num_drafts is 0.
 """
 
 stage: OpOverload
@@ -350,22 +350,22 @@ query_start_loc: [>= num_reqs + 1] int32. seq_lens: [>= num_reqs] int32, this st
     rows included. cu_num_logits: [num_leading_zeros + num_reqs] int32, inclusive.
 state_indices: [num_reqs] int32 or int64, the index of each request in the runner's
     states, no two alike; its seat is seat_of_state at that index. None: request r has
-    seat r. A request whose seat is not one of `saved` has none: its window is not
+    seat r. A request without a seat in `saved` has none: its window is not
     staged, and not counted.
 seat_of_state: [num_states] int32, -1: none. None: the index is the seat.
 saved: [num_seats, SAVED_COLUMNS + 2 * span] int32, zeros before the first use.
-    Mutated: what the other calls of the step need, and the next one.
-num_real_entries: entries from here on are not the scheduler's.
+    Mutated: state for the other calls of the step, and for the next step.
+num_real_entries: entries from this one on are not the scheduler's.
 step: 1 or more; one more with every step that may write to the caches, those
     without drafts included.
-patches: False for all but the first call of a group whose layers come in several
-    tables: it copies by what the first one saved.
+patches: True for the first table of a group. The calls for its other tables read
+    `saved` from that first call, and patch nothing.
 rest_is_logged: log_cache_slots follows in this step, for the windows that are not
     staged.
 
-A window whose entries or slots are not as described is left alone: its drafts go
-to the real blocks. If rest_is_logged, the log takes it; else commit_draft_layer counts
-its drafts as `invalid_slots`.
+A window with other entries or slots than described is not staged: its drafts go to the
+real blocks. If rest_is_logged, the log takes it; else commit_draft_layer counts its
+drafts as `invalid_slots`.
 """
 
 commit_draft_layer: OpOverload
@@ -376,8 +376,8 @@ counts; puts block table and slots back.
 table, runs, block_table, slot_mapping, state_indices, saved, entry_tokens,
     seat_of_state:
     as in stage.
-    Mutated: the caches at the kept rows; what stage wrote in block_table and
-    slot_mapping, where it still stands there; saved, for the next step.
+    Mutated: the caches at the kept rows; in block_table and slot_mapping, the values
+    that stage wrote and that are still there; saved, for the next step.
 sampled_token_ids, vocab_size, num_rejected, counters, counters_to: as in
     restore_rejected_drafts.
 num_reqs: as in cu_num_logits of stage.
@@ -385,11 +385,12 @@ undoes: False for all but the last call of a group with several tables.
 """
 
 unstage: OpOverload
-"""Puts back what stage wrote to block_table and slot_mapping, where it still stands
-there, and copies nothing: a step that failed. Arguments: as commit_draft_layer."""
+"""For a step that failed: restores block_table and slot_mapping where they still hold
+what stage wrote, and copies nothing. Arguments: as commit_draft_layer."""
 
-# Classes of the library. Their methods take all arguments, by position, named as those
-# of the ops; they need not be called with what the class was made of, and keep it.
+# Classes of the library. Their methods take all arguments by position, named as those
+# of the ops. An object keeps the arguments of its constructor; methods do not take them
+# again.
 #
 # LoggedLayers(source, source_runs, table, runs, undo_log, log_slots, log_windows,
 #     counters, ring, first_shadow_slot): of one table.
@@ -401,7 +402,7 @@ there, and copies nothing: a step that failed. Arguments: as commit_draft_layer.
 #       state_indices, step, rest_is_logged, num_leading_zeros): block_table,
 #       slot_mapping and state_indices have to stay until the step ends.
 #   commit(sampled_token_ids, vocab_size, num_rejected, slot): of the staged step.
-#   unstage(): does nothing where no step is staged, or its commit put the tables back.
+#   unstage(): does nothing without a staged step, or after its commit.
 #
 # source, source_runs: of the table that a log copies from. ring: [slots, 9] int64, cpu,
 # rows may be strided, in pinned memory for CUDA. slot: of the ring, which is the step's

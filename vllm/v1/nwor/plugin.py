@@ -2,11 +2,10 @@
 """register(): vLLM's way into this package (entry point `vllm.general_plugins`).
 
 vLLM calls it once in every process it starts: front end, engine core, workers. With
-`VLLM_NWOR_MODE` and `VLLM_NWOR_AUDIT` off it makes the variables known to vLLM, and
-this package by the name `vllm.v1.nwor`, and returns: nothing is wrapped and no import
-hook is left pending.
-Otherwise it leaves post-import hooks, so that a process which never imports a model
-runner never pays for one.
+`VLLM_NWOR_MODE` and `VLLM_NWOR_AUDIT` off it makes the variables known to vLLM, makes
+this package importable as `vllm.v1.nwor`, and returns: nothing is wrapped and no import
+hook is left pending. Otherwise it registers post-import hooks, so that a process which
+never imports a model runner has no cost.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from .config import ENV_NAMES, AuditMode, Mode, NworConfig, NworConfigError
 
 logger = logging.getLogger("vllm.v1.nwor")
 
-# Module of vLLM -> the module of ours, relative to this package, whose `install` hooks
-# it.
+# Module of vLLM -> our module that hooks it (its `install`), relative to this package.
 HOOKS = {
     "vllm.v1.worker.gpu_model_runner": ".hooks.runner_v1",
     "vllm.v1.worker.gpu.model_runner": ".hooks.runner_v2",
@@ -38,7 +36,7 @@ HOOKS = {
     "vllm.v1.metrics.loggers": ".hooks.front_end",
 }
 
-# What the KV audit hooks in addition; `.hooks.scheduler` does more then.
+# Additional hooks of the KV audit; `.hooks.scheduler` then also wraps `schedule`.
 AUDIT_HOOKS = {
     "vllm.v1.worker.gpu_worker": ".hooks.worker",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": (
@@ -47,7 +45,7 @@ AUDIT_HOOKS = {
     "vllm.v1.core.sched.scheduler": ".hooks.scheduler",
 }
 
-# What makes the observers of a model runner, from the outermost to the innermost
+# The modules that build a model runner's observers, from the outermost to the innermost
 # (step.py): the audit plans before shadow blocks go in, and resolves after commit.
 BUILDERS = (".audit.build", ".transaction.build")
 
@@ -59,18 +57,18 @@ def hooks_of(config: NworConfig) -> list[dict[str, str]]:
     return [] if config.mode is Mode.OFF else [HOOKS]
 
 
-# Of the two, those that vLLM has been arranged to get.
+# Those of HOOKS and AUDIT_HOOKS that register() has registered.
 _registered: list[dict[str, str]] = []
 
 
 def register() -> None:
-    """Reads the modes and, unless both are off, arranges for vLLM to be hooked.
+    """Reads the modes and, unless both are off, registers the hooks on vLLM.
 
-    Where vLLM carries this package itself, that one's register() does it, so that there
-    is one copy, and nothing is wrapped twice.
+    If a fork of vLLM carries this package, calls that copy's register() instead, so
+    that nothing is wrapped twice.
 
     Idempotent. Raises NworConfigError on bad `VLLM_NWOR_*` values, in any mode: vLLM
-    does not start, and a command ends with that sentence as its only line.
+    does not start, and prints that sentence alone, without a traceback.
     """
     if (used := used_package()) != __package__:
         import_module(f"{used}.plugin").register()
@@ -93,7 +91,7 @@ def register() -> None:
 
 
 def _checked_config() -> NworConfig:
-    """What the environment says, also of files, before an engine starts."""
+    """The configuration, with the audit's file checked, before an engine starts."""
     try:
         return NworConfig.from_env(looks_at_files=True)
     except NworConfigError:
@@ -105,8 +103,8 @@ def _checked_config() -> NworConfig:
 def _without_traceback(
     other: Callable[..., None], kind: type[BaseException], error: Any, trace: Any
 ) -> None:
-    """As sys.excepthook: where calls of vLLM's led to the reader of a bad value says
-    nothing to who set it. `other` takes what is not such an error."""
+    """sys.excepthook that prints a NworConfigError without its traceback, which does
+    not help the user who set the value. `other` handles every other exception."""
     if isinstance(error, NworConfigError):
         print(f"vllm-nwor: {error}", file=sys.stderr)
     else:
@@ -114,11 +112,11 @@ def _without_traceback(
 
 
 def hook_module(name: str) -> None:
-    """Hooks a module of vLLM as register() would, now: a fork that carries this package
-    calls it at the end of each (tools/apply_to_vllm.py), and needs no plugin.
+    """Hooks a module of vLLM now. A fork that carries this package calls this at the
+    end of each such module (tools/apply_to_vllm.py), and needs no plugin.
 
-    While the modes are off nothing but their reader is imported. Raises
-    NworConfigError, as register(); HostMismatch under VLLM_NWOR_STRICT.
+    While the modes are off it imports nothing but `config`. Raises NworConfigError, as
+    register(); HostMismatch under VLLM_NWOR_STRICT.
     """
     for hooks in hooks_of(_checked_config()):
         if name in hooks:
@@ -127,7 +125,7 @@ def hook_module(name: str) -> None:
 
 
 def _module_of_vllm(name: str) -> ModuleType | None:
-    """None if there is no such, or no vLLM."""
+    """None if vLLM has no such module, or is not installed."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
@@ -144,8 +142,8 @@ def used_package() -> str:
 
 
 class _Alias(MetaPathFinder, Loader):
-    """Makes `import vllm.v1.nwor`, and what is in it, give the modules of this package:
-    the same objects, never a second copy. Not needed in a fork that carries it there.
+    """Makes `import vllm.v1.nwor`, and imports below it, return the modules of this
+    package: the same objects, never a second copy. A fork does not need it.
     """
 
     NAME = "vllm.v1.nwor"
@@ -155,7 +153,7 @@ class _Alias(MetaPathFinder, Loader):
         if __package__ != cls.NAME and not any(
             isinstance(finder, cls) for finder in sys.meta_path
         ):
-            # In front: the path of the aliased package would give copies.
+            # First: the path of the aliased package would load second copies.
             sys.meta_path.insert(0, cls())
 
     def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
@@ -168,7 +166,7 @@ class _Alias(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """The import system has given the module the alias's spec: take it back."""
+        """Restores the module's own spec, which the import system has replaced."""
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
 
@@ -179,7 +177,7 @@ def _check_host() -> None:
     if vllm is None:
         raise RuntimeError(
             "vllm-nwor: vLLM is not installed; install the build of vLLM for your "
-            "hardware, then vllm-nwor beside it"
+            "hardware, then vllm-nwor next to it"
         )
     if getattr(vllm, "__file__", None) is None:
         raise RuntimeError(
@@ -197,7 +195,7 @@ def _check_host() -> None:
 
 
 def _guarded(hook: str) -> Callable[[ModuleType], None]:
-    """A post-import hook that refuses an unknown host with one line, or raises under
+    """A post-import hook. If vLLM is not as expected, it logs one line, or raises under
     VLLM_NWOR_STRICT."""
 
     def run(module: ModuleType) -> None:

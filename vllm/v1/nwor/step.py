@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step: everything both model runners know of one step, and who follows it.
+"""Step: what a model runner knows about one step. Observer: code that follows steps.
 
 The hooks build one Step for each step that has drafts (or for every step, if an
 observer asks for that), from vLLM's own tensors: nothing is gathered, copied or waited
@@ -12,16 +12,16 @@ innermost: up to `before_forward` the outermost is called first, from `sampled` 
 innermost. So the audit sees the tables that vLLM made before shadow blocks go in, and
 the cache that commit left.
 
-    step_started     the scheduler's output is here; nothing was written yet
+    step_started     the scheduler's output has arrived; nothing was written yet
     tables_final     block tables and slot mappings are final; attention metadata is not
                      built yet
     before_forward   vLLM's zeroing, block copies and loads are enqueued; the forward is
                      next
-    sampled          rejection sampling is enqueued: what was accepted is known on the
-                     device; the drafter has not run
+    sampled          rejection sampling is enqueued: the device knows which drafts were
+                     accepted; the drafter has not run
     drafts_missed    instead of `sampled`: drafts reached the sampler, and the hooks
                      built no Step
-    payload          what the step's output reports to the scheduler
+    payload          asks for the report that the step's output takes to the scheduler
     output_ready     the step's output is complete
     step_failed      vLLM raised an exception in the step
 
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 
 
 class Undone(NamedTuple):
-    """Which rejected drafts of a step, in one KV-cache group, left the bytes that were
-    there before.
+    """Which rejected drafts of a step were undone in one KV-cache group: their slots
+    hold the bytes from before the step.
 
-    is_undone: those of all windows; if `staged` is given, those of the windows that it
-        has in shadow blocks. staged: as `saved` of ops.stage, after the step's commit.
+    is_undone: all of them; if `staged` is given, those of the windows that `staged` has
+        in shadow blocks. staged: as `saved` of ops.stage, after the step's commit.
     state_indices: as in Step. seat_of_state: as in ops.stage.
     """
 
@@ -64,13 +64,13 @@ class Undone(NamedTuple):
 
 
 def nothing_undone(group_id: int) -> Undone:
-    """`Step.undone` where nobody undoes drafts."""
+    """`Step.undone` without a transaction."""
     return Undone()
 
 
 class Step(Struct, gc=False):
-    """One step's batch, from vLLM's own tensors. (A Struct is made in C: a dataclass
-    costs a step another Python frame.)
+    """One step's batch, from vLLM's own tensors. (The constructor of a Struct is in C;
+    a dataclass would cost a Python frame a step.)
 
     num_drafts: number of drafts, as the host knows it; an upper bound.
     slot_mappings: for each KV-cache group id, [>= num_tokens] or [1, >= num_tokens]
@@ -137,8 +137,8 @@ class SampledIds(Struct, frozen=True, gc=False):
 class NumRejected(Struct, frozen=True, gc=False):
     """Acceptance as the V2 runner reports it.
 
-    num_rejected: [num_reqs] int32, device: the last so many drafts of a request were
-        rejected.
+    num_rejected: [num_reqs] int32, device: how many of a request's drafts were
+        rejected: always its last ones.
     """
 
     num_rejected: torch.Tensor
@@ -146,16 +146,16 @@ class NumRejected(Struct, frozen=True, gc=False):
     vocab_size: int = 0
 
 
-# The fields of both together are what the ops take.
+# The ops take the fields of both.
 Acceptance = SampledIds | NumRejected
 
 
 class NewRequest(NamedTuple):
     """A request that a runner sees for the first time.
 
-    block_ids: for each KV-cache group. num_computed: tokens that are in the cache
-    already. num_local: those of them that were found in the cache, None if that is not
-    known; a KV connector brings the others, or has (is_loaded).
+    block_ids: for each KV-cache group. num_computed: tokens that need no computation.
+    num_local: those of them that were found in the local cache, None if that is not
+    known. A KV connector loads the others; is_loaded: it has already done so.
     adapter: (name, path) of its LoRA adapter. cache_salt: None or its salt.
     features: (first position, end, identifier) of each image and the like; None if the
     scheduler could not say what its keys and values depend on.
@@ -187,7 +187,7 @@ class RunningRequest(NamedTuple):
 
 
 class Scheduled(Protocol):
-    """The scheduler's output of one step. What is not needed is not read."""
+    """The scheduler's output of one step. Fields are read on demand."""
 
     def has_drafts(self) -> bool:
         """Whether a request has drafts."""
@@ -213,8 +213,8 @@ class Scheduled(Protocol):
 class Transfer(NamedTuple):
     """Blocks that a KV connector is about to read, or to fill (fills).
 
-    block_ids: for each KV-cache group. places: the connector's place of each block, if
-    it is known to hold nothing but what was stored there; else None.
+    block_ids: for each KV-cache group. places: where the connector keeps each block;
+    None if something other than these stores may write there.
     """
 
     block_ids: Sequence[Sequence[int]]
@@ -229,8 +229,8 @@ OutputRead = Callable[["StepPayload | None"], "StepPayload | None"]
 
 @dataclass(eq=False)
 class Observer:
-    """Follows the steps of one model runner: what to call at each moment, None for
-    nothing; the module says when that is.
+    """Follows the steps of one model runner: the function to call at each moment, or
+    None. The module's docstring describes the moments.
 
     name: "transaction" or "audit". every_step: whether a Step is built for steps
     without drafts, too. infos: rows of vllm:nwor_info (metrics.GroupInfo).
@@ -238,8 +238,8 @@ class Observer:
     leave: set by the hooks: ends this observer. Any thread may call it, more than once.
 
     caches_lost: the KV cache's content is gone, as after a wake-up from sleep.
-    hooks_failed: called while an exception is handled: the hooks could not read what
-    this observer follows. It raises that exception, or ends the observer.
+    hooks_failed: called while an exception is handled: the hooks could not read
+    something that this observer needs. It raises that exception, or ends the observer.
     shut_down: the worker ends.
     """
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV audit: finds cache blocks that do not hold what their requests believe.
+"""The KV audit: finds cache blocks that do not hold the text of their request.
 
 It is an observer of a model runner's steps (`observer`), built by `build` when the
-caches are bound, and it writes to nothing of vLLM's. `tables` has what is kept, `state`
-what a step does with it, `requests` who has which seat, `findings` how a finding is
-reported. csrc/nwor/audit has what is compared, and how.
-`python -m vllm_nwor.audit --selftest` plants `faults` in a real engine (`bench`) and
-looks whether they are found.
+caches are bound. It never writes to vLLM's memory. `tables` has its tables, `state` the
+operations of a step on them, `requests` the seats of requests, `findings` the reports.
+csrc/nwor/audit has the comparisons. `python -m vllm_nwor.audit --selftest` plants
+`faults` in a real engine (`bench`) and checks that they are found.
 
 Its state is its own: it works without speculation, and with `VLLM_NWOR_MODE` off.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m vllm_nwor.audit --selftest`: does the KV audit find what it says?
+"""`python -m vllm_nwor.audit --selftest`: does the KV audit find planted faults?
 
-Exit status: 0 it does, 1 it does not or ended with an error, 2 wrong arguments.
-VLLM_LOGGING_LEVEL=DEBUG shows what vLLM logs, and where an error comes from.
+Exit status: 0 all found, 1 some missed or an error, 2 wrong arguments.
+VLLM_LOGGING_LEVEL=DEBUG shows vLLM's log and tracebacks.
 """
 
 from __future__ import annotations

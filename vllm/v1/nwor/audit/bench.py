@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM engine on the CPU for the audit's self-test, and what is where in its
-caches."""
+"""A real vLLM engine on the CPU for the audit's self-test, with access to its caches by
+request and position."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODEL = {
 
 
 def prompt(seed: int, length: int) -> list[int]:
-    """Phrases that come again, so that drafts are made, and most are wrong."""
+    """Repeated phrases, so that ngram proposes drafts, most of them wrong."""
     draw = random.Random(seed)
     phrase = [draw.randrange(3, 500) for _ in range(7)]
     tokens: list[int] = []
@@ -48,7 +48,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 class Bench:
-    """One engine, its audit, and what is where in its caches."""
+    """One engine, its audit, and access to its caches by request and position."""
 
     block_size = 32
 
@@ -84,7 +84,7 @@ class Bench:
                     "prompt_lookup_max": 3,
                 },
             )
-            # As with a KV connector whose transfers are known.
+            # As with a KV connector with known transfers.
             with patch.object(build, "_num_stored", return_value=1):
                 self.llm = LLMEngine.from_engine_args(arguments)
         core: Any = self.llm.engine_core
@@ -152,8 +152,8 @@ class Bench:
         return patch.object(self.audit, "_num_scanned", count)
 
     def clear(self) -> None:
-        """Forgets all blocks and all findings. Caches are filled anew: a slot may
-        not hold by chance what is written next."""
+        """Forgets all blocks and all findings. Refills the caches, so that no slot
+        holds by chance the bytes that will be written to it."""
         self.llm.reset_prefix_cache()
         for index in range(len(self.layers)):
             self.bytes(index).random_(0, 0x40)

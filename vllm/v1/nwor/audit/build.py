@@ -37,9 +37,9 @@ def is_wanted(config: NworConfig) -> bool:
 
 
 def reserved_bytes(expected: ExpectedCaches, config: NworConfig) -> int:
-    """For the cache that there would be if all that is free now went to it. Raises
-    GroupRefused if nothing is audited, or where layers differ in more than their size:
-    what blocks there will be then is vLLM's to say."""
+    """Memory for the audit of the largest possible cache: one that takes all free
+    memory. Raises GroupRefused if nothing is audited, or if layers differ in more than
+    their size: the number of blocks is then not known yet."""
     limits, layers = expected.limits, expected.layers
     if refusal := _refusal(limits):
         raise GroupRefused(refusal)
@@ -61,7 +61,7 @@ def reserved_bytes(expected: ExpectedCaches, config: NworConfig) -> int:
 def build(
     caches: RunnerCaches, config: NworConfig, storage: torch.Tensor | None
 ) -> RunnerAudit | None:
-    """The audit of a runner whose caches were just bound; None if it is refused.
+    """The audit of a runner, right after its caches were bound; None if it is refused.
 
     Raises:
         NworError: it is refused, under VLLM_NWOR_STRICT.
@@ -110,8 +110,8 @@ def _refusal(limits: RunnerLimits) -> str:
 def _build(
     caches: RunnerCaches, config: NworConfig, storage: torch.Tensor | None
 ) -> tuple[Audit, torch.Tensor | None] | str:
-    """The audit, and the storage that it uses; or why there is no audit. Raises
-    whatever comes of a vLLM that is not as expected."""
+    """The audit, and the storage that it uses; or why there is no audit. Raises any
+    exception if vLLM is not as expected."""
     limits = caches.limits
     if refusal := _refusal(limits):
         return refusal

@@ -285,7 +285,7 @@ FAULTS: dict[Callable[[Bench], Sequence[int]], Expected] = {
     stale_slots: Expected("foreign_write", None, "one"),
     foreign_block: Expected("foreign_write", None, "two"),
     shared_block: Expected("foreign_write", None, "one"),
-    # Nobody has written to it yet.
+    # No request has written to it yet.
     skipped_slot: Expected("wrong_prefix", None, None),
     foreign_slot: Expected("wrong_prefix", None, "two"),
     swapped_tables: Expected("wrong_prefix", None, "two"),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of a finding, and how: its way from the device, the log line, the JSON
-file, the exception.
+"""How findings are reported: the copy from the device, the log line, the JSON file, the
+exception.
 
 Names of requests stay on the host: on the device a request is a *generation*, a number
 that no other request of the runner has had. A request that is resumed after a
@@ -36,11 +36,11 @@ CLASSES = tuple(FINDINGS)
 shared("FINDING_CLASSES", CLASSES)
 
 
-# Steps whose findings may be on their way to the host: vLLM has two in flight.
+# Steps with findings in flight to the host, at most: vLLM has two steps in flight.
 NUM_SLOTS = 4
 # Lines logged a step.
 MAX_LINES = 16
-# A line with the counts comes so often while there are steps; so does the file.
+# How often the counts are logged, and the file is written, while there are steps.
 LINE_SECONDS = 60.0
 
 
@@ -64,8 +64,8 @@ class Finding:
 
     kind: one of CLASSES. layer: the first one concerned, and num_layers how many;
     None and 0 where the identity of a slot is concerned, in all layers. owner: the
-    request that the slot belongs to (foreign_write: whose block it is). step: of the
-    worker, when it was found. expected, found: identities of a text up to the slot,
+    request that the slot belongs to (foreign_write: the owner of the block). step: of
+    the worker, when it was found. expected, found: identities of a text up to the slot,
     checksums of a layer's bytes, slots (foreign_write), or a slot's states (handed_on
     without a layer: SlotState of csrc/nwor/audit/audit.h).
     """
@@ -124,10 +124,11 @@ class Found:
 
 
 class Outbox:
-    """Findings on their way to the host, which never waits for a step's end but where
-    it reads that step's output.
+    """Findings in flight to the host. The host waits for a step's end only where it
+    reads that step's output.
 
-    groups: whose findings. name_of: the request of a generation. num_sent: so often.
+    groups: the audited ones. name_of: the request of a generation. num_sent: calls of
+    `sent` so far.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class Outbox:
         return self._claimed[0]
 
     def sent(self) -> None:
-        """What writes to the place that was claimed last has been enqueued."""
+        """Call after the writes to the last claimed place have been enqueued."""
         with self._lock:
             slot, self._claimed = self._claimed, None
             assert slot is not None
@@ -172,7 +173,7 @@ class Outbox:
             self.num_sent += 1
 
     def _arrive(self, waits: bool) -> bool:
-        """Reads the oldest slot that is on its way; whether it could."""
+        """Reads the oldest slot in flight. Returns whether it could."""
         tables, arrival = self._on_their_way[0]
         if arrival is not None and not arrival.query():
             if not waits:
@@ -209,7 +210,7 @@ class Outbox:
 
 
 class Findings:
-    """Keeps, logs and writes down what was found, and that nothing was.
+    """Keeps and logs findings, writes them to the file, and reports clean audits, too.
 
     last: the latest MAX_KEPT ones. counts: all, by class. num_steps, num_unverified,
     num_lost: sums of Found's. Two threads may bring something. The runner's does so

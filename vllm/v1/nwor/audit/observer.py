@@ -4,9 +4,9 @@
 A failure of the audit ends the audit, with one line, and never the engine
 (VLLM_NWOR_STRICT=always raises).
 
-The runner's thread makes the steps; an asynchronous output is read by another one. What
-the two share: `Outbox` and `Findings`, each with a lock of its own, the counts of
-unread outputs, of which each thread writes its own (`RunnerAudit`), and `News`.
+The runner's thread executes the steps; another one may read an asynchronous output. The
+two threads share `Outbox` and `Findings`, each with its own lock; the counts of unread
+outputs, each written by one thread (`RunnerAudit`); and `News`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from .state import Audit
 logger = logging.getLogger("vllm.v1.nwor")
 
 NAME = "audit"
-# Steps in which nothing was found are reported together, this often at least.
+# Steps without findings are reported together, at least this often.
 REPORT_SECONDS = 1.0
 
 Result = TypeVar("Result")
 
 
 def guarded(part: Callable[..., Result]) -> Callable[..., Result | None]:
-    """A part of a step: what fails in it ends the audit. Returns None then."""
+    """Decorates a part of a step: an exception in it ends the audit. Returns None
+    then."""
 
     @wraps(part)
     def run(self: RunnerAudit, *args: Any) -> Result | None:
@@ -53,11 +54,11 @@ def guarded(part: Callable[..., Result]) -> Callable[..., Result | None]:
 
 
 class RunnerAudit(Observer):
-    """An Audit, and what crosses threads on its way to the scheduler.
+    """An Audit, and its data that crosses threads on the way to the scheduler.
 
-    num_attached: outputs that were given out, which the runner's thread counts;
-    last_read: the number of the one read last, which the thread writes that reads.
-    (vLLM reads the asynchronous outputs of one rank only.)
+    num_attached: outputs returned so far; the runner's thread writes it. last_read:
+    number of the output read last; the reading thread writes it. (vLLM reads the
+    asynchronous outputs of one rank only.)
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class RunnerAudit(Observer):
         self._strict = config.strict_steps
         self._text_of = caches.text_of
         self.num_attached = self.last_read = 0
-        # Of the outputs given out last, the oldest first: as Outbox.take.
+        # Of the outputs returned last, the oldest first: as Outbox.take.
         self._sent: deque[int] = deque(maxlen=MAX_IN_FLIGHT + 1)
         self._news = News()
         self._reported_at = 0.0
@@ -109,9 +110,8 @@ class RunnerAudit(Observer):
 
     @guarded
     def _step_started(self, scheduled: Scheduled) -> None:
-        """What earlier steps found is logged here where nobody reads this rank's
-        outputs: it has nothing to keep from leaving. The findings of outputs that may
-        still be read are left to these."""
+        """Logs the findings of earlier steps if this rank's outputs are not read.
+        Findings of outputs that may still be read are reported when they are read."""
         if self.num_attached - self.last_read > MAX_IN_FLIGHT:
             self._take(0, until=self._sent[0])
         self.audit.begin_step(scheduled)
@@ -144,14 +144,14 @@ class RunnerAudit(Observer):
     def _output_read(
         self, number: int, through: int, payload: StepPayload | None
     ) -> StepPayload | None:
-        """Also where the audit has failed since: what it had found is still true."""
+        """Also reports after the audit has failed: its earlier findings still hold."""
         self.last_read = number
         return self._report(payload, through)
 
     @guarded
     def _report(self, payload: StepPayload | None, through: int) -> StepPayload | None:
-        """Logs what a step found, and adds the numbers to its payload. through: as
-        Outbox.take; when it is read, vLLM may have enqueued the next step.
+        """Logs a step's findings, and adds their counts to its payload. through: as
+        Outbox.take; vLLM may have enqueued the next step by the time of the read.
 
         Raises:
             AuditError: under VLLM_NWOR_AUDIT=raise, if something was found.
@@ -167,7 +167,7 @@ class RunnerAudit(Observer):
         return payload.with_audit(self._news.offer(self.findings.totals()))
 
     def _take(self, through: int, until: int | None = None) -> Sequence[Finding]:
-        """As Outbox.take; it is counted, logged and written down."""
+        """As Outbox.take; also counts, logs and writes the findings to the file."""
         found = self.audit.outbox.take(through, until)
         self.findings.take_in(found)
         return found.findings

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The requests that a runner knows, and their seats.
 
-A request in the batch has a *seat*, where its text's identity is kept; a row of the
-batch names its seat. A seat is given when a request comes into the batch, and its
-text is then read from the host; from there on it is chained on the device.
+A request in the batch has a *seat*, a record with its text's identity; a row of the
+batch names its seat. A request gets a seat when it enters the batch. Its text is then
+read from the host; from then on the device updates the identity.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..layout.caches import Loads
 from ..ops import shared
 from ..step import NewRequest
 
-# Names of requests that findings may still ask for.
+# How many names of requests are kept for findings.
 MAX_NAMES = 1 << 16
-# Generations are int32 on the device; behind the last one comes 1 again.
+# Generations are int32 on the device; after the last one, numbering restarts at 1.
 MAX_GENERATION = (1 << 31) - 1
 # Images and other inputs that are not tokens, of a request, and the int64 of each.
 MAX_FEATURES, FEATURE_COLUMNS = 64, 3
@@ -53,8 +53,8 @@ class Request:
     was_seated: bool = False
 
 
-# What the keys and values at a position of a request depend on, and what keeps them
-# from other requests. All of it is in H of csrc/nwor/audit/audit.h:
+# The inputs that keys and values at a position depend on, and those that keep requests
+# apart. H of csrc/nwor/audit/audit.h includes all of them:
 #
 #   tokens up to the position, and where      on the device
 #   adapter: its name and its path            seed_of
@@ -138,8 +138,8 @@ class Requests(dict[str, Request]):
                 self[name].seat = None
 
     def free_seat(self, row_ids: Collection[str]) -> int:
-        """If there is none, that of a request that is not among these; it waits for
-        more input perhaps."""
+        """If there is none, takes the seat of a request that is not among these, such
+        as one that waits for more input."""
         if not self._free_seats:
             others = self.keys() - set(row_ids)
             self.release_seats(next(n for n in others if self[n].seat is not None))

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Audit: what a step of the KV audit does with its tables.
+"""Audit: the operations of a step on the KV audit's tables.
 
 A step, in this order; each line is one op for each KV-cache group:
 
-    begin_step    blocks are handed out to requests, finished ones are forgotten
-    plan          who is about to write what where, of all requests; foreign_write
+    begin_step    assigns new blocks to requests, forgets finished requests
+    plan          records the planned writes of all requests; foreign_write
     (vLLM's forward, rejection sampling, NWOR's commit)
-    resolve       what is kept; wrong_prefix at each row and at the end of each block;
-                  checksums of what was written: missing_write, changed (rejected); each
-                  slot that requests found that are new in the batch; checksums of older
-                  blocks, within the budget: changed; what was found goes to the host,
-                  which does not wait for it
+    resolve       records the kept rows; wrong_prefix at each row and at the end of each
+                  block; checksums of written rows: missing_write, changed (rejected);
+                  each slot of the cached prefix of requests that are new in the batch;
+                  checksums of older blocks, within the budget: changed; copies findings
+                  to the host, which does not wait for them
 
-Identities are recorded for all rows before anything is compared: a request may find in
-the prefix cache what another one writes in this very step.
+Identities are recorded for all rows before anything is compared: a request may hit a
+prefix that another one writes in the same step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .findings import Outbox
 from .requests import NO_FEATURES, Request, Requests, features_of, seed_of
 from .tables import FILLED, GIVEN, STORED, AuditedGroup
 
-# Who owns a block that goes to another KV-cache group.
+# The owner of a block that goes to another KV-cache group.
 NOBODY = 0
 # Bytes of a hit that are compared when it is taken over, in budgets of a step.
 HIT_BUDGETS = 4
@@ -42,7 +42,7 @@ HIT_BUDGETS = 4
 TextOf = Callable[[int, int], torch.Tensor]
 
 
-# Of each audited group, those of blocks that change hands: generations.
+# For each audited group, the new owners (generations) of blocks.
 Owners = list[dict[int, int]]
 
 
@@ -78,8 +78,8 @@ class Audit:
         self._row_ids: list[str] = []
         self._row_seats = memory.take((num_seats,), torch.int32).zero_()
         self._open: Step | None = None
-        # Of its requests that came into the batch with something in the cache: their
-        # rows, and those tokens.
+        # Requests that entered the batch with a cached prefix in this step: their rows,
+        # and the tokens of the prefix.
         self._fresh: dict[str, tuple[int, torch.Tensor]] = {}
         self._scheduled: Scheduled | None = None
         self._had_drafts = self._has_drafts = False
@@ -99,20 +99,20 @@ class Audit:
         return max(budget_bytes // total, 1) if budget_bytes else 0
 
     def restart(self, budget_bytes: int) -> None:
-        """Begins anew, after steps that it did not see. No request may be running.
-        budget_bytes: from here on; 0 only if it was so from the start."""
+        """Restarts after steps that the audit did not see. No request may be running.
+        budget_bytes: the new budget; 0 only if it was 0 from the start."""
         self.requests.forget(*self.requests)
         self.forget_cache()
         for group in self.groups:
             group.numbers.clear()
         self._num_scanned = self._blocks_of(budget_bytes)
 
-    # -- what the scheduler says ---------------------------------------------------
+    # -- the scheduler's output ----------------------------------------------------
 
     def begin_step(self, scheduled: Scheduled) -> None:
-        """Before the step's rows. It is taken in by `plan`, or before a connector fills
-        blocks: until then a connector may read blocks for the requests that had
-        them."""
+        """Call before the step's rows. `plan` applies `scheduled`, or on_transfer does
+        before a connector fills blocks: until then a connector may read blocks for
+        their previous requests."""
         self._take_in()
         self.step += 1
         # If the last step failed, what these requests found was not compared.
@@ -159,9 +159,10 @@ class Audit:
         is_loaded: bool,
         *about: Any,
     ) -> None:
-        """A request comes, or comes back. num_local: of the tokens computed, those
-        found in the cache, where that is known: a KV connector has brought the others,
-        or will in this step, which may fail. about: a Request's, from seed on."""
+        """Adds a new or resumed request. num_local: those of the computed tokens that
+        were found in the local cache, None if that is not known. A KV connector has
+        loaded the others, or will in this step, which may fail. about: a Request's
+        fields, from seed on."""
         loads = self.loads
         if loads is Loads.UNKNOWN and num_local is not None:
             loads = Loads.KNOWN
@@ -219,16 +220,16 @@ class Audit:
             self._ops.audit_snapshot(group.tables, again)
 
     def forget_cache(self) -> None:
-        """The cache's content is gone, as after a wake-up: what its slots hold now is
-        not known, and may even be what they held."""
+        """Call when the cache's content is gone, as after a wake-up: the content of its
+        slots is then unknown, and may even be the old one."""
         for group in self.groups:
             group.forget_cache()
 
     def on_transfer(self, transfer: Transfer) -> None:
-        """A KV connector is about to read blocks (handed_on), or to fill them. What a
-        load brings from a place is compared with what was stored last to it. What
-        blocks held that are filled is kept, to see that it changes, but not what
-        another group had there."""
+        """A KV connector is about to read blocks (handed_on), or to fill them. The
+        content of a load is later compared with the last store to the same place. The
+        old content of filled blocks is kept, to check that the load changes it, unless
+        another group wrote it."""
         blocks, places, fills = transfer
         if fills:
             # vLLM has zeroed and copied blocks, perhaps these, before the load.
@@ -255,7 +256,7 @@ class Audit:
     def plan(self, step: Step, text_of: TextOf) -> None:
         """Call when block tables and slots are final and name real blocks.
 
-        text_of: called for rows whose request was not in the last batch.
+        text_of: called for rows of requests that were not in the last batch.
         """
         self._take_in()
         if self._has_drafts and not self._had_drafts:
@@ -264,7 +265,7 @@ class Audit:
             self._had_drafts = True
             if self.loads is not Loads.UNKNOWN:  # then a load may have filled blocks
                 self.snapshot(again=True)
-        # Requests change their rows, and keep the runner's numbers.
+        # Requests change their rows, and keep their index in the runner's states.
         is_moved = step.state_indices is None and self._row_ids != step.request_ids
         if self.requests.is_changed or is_moved:
             self._seat_rows(step, text_of)
@@ -332,7 +333,7 @@ class Audit:
 
     def resolve(self, step: Step, acceptance: Acceptance | None) -> None:
         """Call after sampling and commit, before anything else writes to the caches.
-        What was found is sent to the host at the end.
+        Findings are sent to the host at the end.
 
         step: of plan. acceptance: None without drafts.
         """
@@ -345,7 +346,7 @@ class Audit:
             cu_num_logits = step.cu_num_logits[step.num_leading_zeros :]
             kept = acceptance.sampled_token_ids, acceptance.vocab_size
             kept = *kept, acceptance.num_rejected
-        # First what may have been loaded: others may share it in this very step.
+        # Loaded prefixes first: other requests may share them in the same step.
         names = sorted(fresh, key=lambda name: -self.requests[name].loads)
         texts = map(fresh.__getitem__, names)
         of_hits = [(row, text.data_ptr(), len(text)) for row, text in texts]

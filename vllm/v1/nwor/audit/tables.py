@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the KV audit keeps of a KV-cache group: the tables that its ops read and write.
+"""The KV audit's tables of a KV-cache group, which its ops read and write.
 
 csrc/nwor/audit/audit.h has the structs that are their rows, in these columns.
 """
@@ -18,7 +18,7 @@ from ..layout.tables import ALIGNMENT, DeviceMemory, LayerCache, copy_tables
 from ..ops import TABLE_COLUMNS
 from .requests import FEATURE_COLUMNS, MAX_FEATURES
 
-# What becomes of blocks: BlockEvent of audit.h.
+# Events of blocks: BlockEvent of audit.h.
 GIVEN, FILLED, STORED = range(3)
 ops.shared("BLOCK_EVENTS", ("GIVEN", "FILLED", "STORED"))
 
@@ -29,12 +29,12 @@ MAX_KEPT = 256
 
 @dataclass(frozen=True)
 class GroupShape:
-    """What a group is like.
+    """Sizes of a group.
 
     block_size: tokens a block, as the scheduler counts; entry_tokens: those that an
-    entry of the worker's block table stands for. window: positions behind a request's
-    end that are still its own; 0 for all. max_blocks: of a request. num_stored: blocks
-    that a KV connector stored of which is kept what was known then.
+    entry of the worker's block table stands for. window: how many of a request's last
+    positions it still owns; 0 for all. max_blocks: of a request. num_stored: blocks
+    stored by a KV connector for which the audit keeps a copy of its records.
     """
 
     group_id: int
@@ -148,8 +148,8 @@ class AuditedGroup:
         stores[to] = stores[source]
 
     def store(self, places: Sequence[int]) -> list[int]:
-        """The numbers of stores to `places`; 0 for those of which nothing is kept,
-        because there is no room, or the others take it."""
+        """The numbers of stores to `places`; 0 for stores without a kept copy, because
+        there is no room for it."""
         for place in places:
             self.numbers.pop(place, None)
         num_left_out = max(len(places) - self.shape.num_stored, 0)
@@ -158,10 +158,10 @@ class AuditedGroup:
         return [0] * num_left_out + numbers
 
     def stored(self, places: Sequence[int]) -> list[int]:
-        """The numbers of what was stored last to `places`; 0 if that is not known."""
+        """The numbers of the last stores to `places`; 0 if not known."""
         return [self.numbers.get(place, 0) for place in places]
 
     def forget_cache(self) -> None:
-        """What the cache's slots hold; not whose blocks they are, nor what was stored
-        elsewhere."""
+        """Forgets the content of the cache's slots, but not the owners of blocks, nor
+        the copies of stored blocks."""
         self.records[: self.shape.num_blocks * self.shape.block_size].zero_()

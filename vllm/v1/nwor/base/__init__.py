@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every other part may use: errors, wrappers on functions, a step's payload."""
+"""Shared by all other parts: errors, function wrappers, a step's payload."""

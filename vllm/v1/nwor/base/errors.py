@@ -10,7 +10,7 @@ logger = logging.getLogger("vllm.v1.nwor")
 
 
 class NworError(RuntimeError):
-    """NWOR failed: raised under VLLM_NWOR_STRICT, and where going on would lose
+    """NWOR failed: raised under VLLM_NWOR_STRICT, and where continuing would lose
     tokens."""
 
 

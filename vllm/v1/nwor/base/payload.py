@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step's output carries to the scheduler, and how counts cross threads.
+"""The counts that a step's output carries to the scheduler, and how they cross threads.
 
-The runner's thread makes the steps; an asynchronous output may be read by another
-thread, in the same process or, pickled, in another one. Counts cross in two ways, and
-no others:
+The runner's thread executes the steps; another thread may read an asynchronous output,
+in the same process or, pickled, in another one. Counts cross in these two ways only:
 
-    a ring of host memory   the commit ops write to it, the reader of the output reads
-                            its own slot (StepPayload)
+    a ring of host memory   the commit ops write to it, the reader of an output reads
+                            the slot of that output (StepPayload)
     News                    totals that the runner's thread offers, and that the reader
-                            takes; each attribute has one thread that writes it
+                            takes; only one thread writes each attribute
 
 Findings of the audit cross in its `Outbox` and `Findings`, which have locks.
 """
@@ -22,25 +21,25 @@ from typing import Any
 
 from ..ops import COUNTER_COLUMNS
 
-# Steps that may have made their commit while the first of them was not read: vLLM's
-# batch queue, which without pipeline parallelism has two places at most.
+# Steps that can have committed before the output of the first of them is read: the size
+# of vLLM's batch queue, at most two without pipeline parallelism.
 MAX_IN_FLIGHT = 2
 
 _NUM_COUNTERS = len(COUNTER_COLUMNS)
-# Every launch of a step sees all windows, but only its own bytes and invalid slots.
+# Each launch of a step counts all windows, but only its own bytes and invalid slots.
 _OF_ONE_LAUNCH = range(COUNTER_COLUMNS.index("restored_bytes"), _NUM_COUNTERS)
 _INVALID_SLOTS = COUNTER_COLUMNS.index("invalid_slots")
-# The reason of fallbacks that count as invalid slots, too.
+# Fallbacks for this reason are also counted as invalid slots.
 BEGIN_MISSED = "begin_missed"
 
 
 class News:
-    """Counts that only rise. A step's output offers their totals, and whoever reads an
-    output gets by how much they rose since the one that was read before: what an output
-    that nobody reads took along comes with the next one. One thread offers, and another
-    one may read: each attribute has one thread that writes it.
+    """Counts that only increase. Each step's output offers the totals; the reader of an
+    output gets the increments since the output that was read before it. So the
+    increments of an output that is never read come with the next one. One thread
+    offers, and another one may read: only one thread writes each attribute.
 
-    num_offered: the offers made so far. num_read: the number of the one read last.
+    num_offered: offers made so far. num_read: number of the offer that was read last.
     read: its totals.
     """
 
@@ -50,11 +49,12 @@ class News:
 
     @property
     def num_unread(self) -> int:
-        """Offers in a row that nobody has read."""
+        """Offers since the one that was read last."""
         return self.num_offered - self.num_read
 
     def offer(self, totals: Mapping[str, int]) -> Callable[[], dict[str, int]]:
-        """What gives the rise when the output is read. totals: not changed later."""
+        """Returns a function that gives the increments when the output is read.
+        totals: must not change later."""
         self.num_offered += 1
         return partial(self._rise, self.num_offered, totals)
 
@@ -71,13 +71,13 @@ class News:
 
 
 class StepPayload:
-    """What a step reports to the scheduler, to be read once the step's output is there:
-    what NworStats.add_step takes. Another process gets a plain tuple.
+    """A step's report to the scheduler, for NworStats.add_step. Read it after the
+    step's output is complete. Another process gets a plain tuple.
 
-    slots: what the counters were and became, each [num_launches * 9] int64. The memory
-        may be used again once the step's output was processed.
-    news: nothing, or what gives, when it is called, new fallbacks by reason and the
-        infos; and the audit's counts, if any.
+    slots: the counters before and after the step, each [num_launches * 9] int64. The
+        memory is reused after the step's output was processed.
+    news: empty, or functions that return the new fallbacks by reason, the infos and, if
+        the audit is on, its counts.
     """
 
     __slots__ = ("news", "slots")

@@ -2,12 +2,12 @@
 """Installing wrappers on vLLM's functions: checked, idempotent, all or nothing.
 
 A hook file's WRAPPERS has a wrapper for each row of the ledger (`HookTarget`), and goes
-to `install_all`. Before the first wrapper goes in, every target's signature is compared
-with what the wrappers rely on, so a vLLM that has moved on is refused by name instead
-of being half patched. vLLM's own function stays reachable as `__wrapped__`.
+to `install_all`. Before it installs the first wrapper, it compares every target's
+signature with the one that the wrappers expect. So a changed vLLM is refused by name
+and never half patched. vLLM's own function stays reachable as `__wrapped__`.
 
-What was installed in this process is kept, so that `unhook` can take all of it off a
-live engine and `rehook` put it on again: benches compare with vLLM's own code that way.
+`unhook` removes all installed wrappers from a live engine, and `rehook` installs them
+again: benchmarks compare with vLLM's own code that way.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
 
-# vLLM's own function, and what is called in its place: with it, its `self`, and what it
-# was called with.
+# vLLM's own function, and its replacement, which gets that function, its `self`, and
+# the call's arguments.
 Wrapped = Callable[..., Any]
 Wrapper = Callable[[Wrapped, Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -36,8 +36,8 @@ class HookTarget:
 
     module, qualname: where it is, e.g. "GPUModelRunner._sample".
     params: its first parameters, in order, `self` included: those that the wrapper
-        reads. Further ones are passed through unseen. "name?": releases may have none
-        there, but no other one.
+        reads. Others are passed through. "name?": some releases lack this parameter,
+        and have no other one in its place.
     why, delete_when: for the people who maintain this.
     for_audit: wrapped only while the KV audit is on.
     on_object: the class keeps its own function; steps replace it on an object.
@@ -56,8 +56,8 @@ class HookTarget:
         return f"{self.module}.{self.qualname}"
 
     def matches(self, found: tuple[str, ...]) -> str | None:
-        """None if a function with the parameters `found` has those that are relied on,
-        or a sentence that says otherwise."""
+        """None if a function with the parameters `found` has the expected ones, or a
+        sentence about the difference."""
         names = tuple(name.removesuffix("?") for name in self.params)
         num_needed = sum(not name.endswith("?") for name in self.params)
         first = found[: len(names)]
@@ -72,8 +72,8 @@ class HookTarget:
 def argument(
     target: HookTarget, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The value passed for parameter `name` of `target` (of a method: `self` is not in
-    `args`), or None where the caller left it to its default."""
+    """The value passed for parameter `name` of `target` (a method's `self` is not in
+    `args`), or None if the caller did not pass it."""
     index = target.params.index(name) - (target.params[0] == "self")
     return args[index] if index < len(args) else kwargs.get(name)
 
@@ -95,8 +95,9 @@ _INHERITED = object()
 
 
 class _Hook:
-    """A wrapper and its place, an attribute of a class or a module. original: what that
-    itself has there, _INHERITED if only a base has it. It is not put on yet."""
+    """A wrapper and its place, an attribute of a class or a module. original: the
+    attribute of that class itself, _INHERITED if only a base class has it. Creating
+    one does not install it."""
 
     def __init__(self, module: ModuleType, target: HookTarget, wrapper: Wrapper):
         owner, _, self.name = target.qualname.rpartition(".")
@@ -107,7 +108,7 @@ class _Hook:
         self.wrapper = _hooked(target, function, wrapper)
 
     def is_on(self) -> bool:
-        """Raises HostMismatch if something that is not ours is in the place."""
+        """Raises HostMismatch if other code has replaced the attribute."""
         found = vars(self.owner).get(self.name, _INHERITED)
         if found is not self.wrapper and found is not self.original:
             raise HostMismatch(
@@ -132,8 +133,8 @@ _hooks: list[_Hook] = []
 
 
 def install_all(module: ModuleType, wrappers: Mapping[Target, Wrapper]) -> None:
-    """Wraps the targets that are in `module`. A second call changes nothing, or puts on
-    again what `unhook` took off.
+    """Wraps the targets that are in `module`. A second call changes nothing, or
+    installs the wrappers again that `unhook` removed.
 
     Raises:
         HostMismatch: before anything was wrapped.
@@ -152,7 +153,7 @@ def install_all(module: ModuleType, wrappers: Mapping[Target, Wrapper]) -> None:
 
 def _hooked(target: HookTarget, function: Any, wrapper: Wrapper) -> Any:
     """`function` with `wrapper` on it: a plain function. A step calls seven of them,
-    and objects of wrapt's take two or three microseconds more each."""
+    and a wrapt object would cost two or three microseconds more for each."""
     if target.params[0] == "self":
 
         @functools.wraps(function)
@@ -179,16 +180,16 @@ def is_hooked(module: str) -> bool:
 
 
 def extend(cls: Any, place: str, name: str) -> None:
-    """Adds the field `name`, a dict or None, to the dataclass at `place`, whose own
-    __init__ does not take it; decoders that were made before do not know it. Raises
-    HostMismatch if it cannot have one more."""
+    """Adds the field `name`, a dict or None, to the dataclass `cls`; place: its name in
+    errors. __init__ does not take the field, and decoders that exist already ignore it.
+    Raises HostMismatch if the class cannot have another field."""
     if not dataclasses.is_dataclass(cls) or "__slots__" in vars(cls):
         raise HostMismatch(f"{place} is not a dataclass without slots in this vLLM")
     kind, field = dict[str, Any] | None, dataclasses.field(default=None, init=False)
     (field,) = dataclasses.fields(
         dataclasses.make_dataclass("_", [(name, kind, field)])
     )
-    if "__msgspec_cache__" in vars(cls):  # what decoders to come would go by
+    if "__msgspec_cache__" in vars(cls):  # new decoders would use it
         delattr(cls, "__msgspec_cache__")
     cls.__dataclass_fields__[name] = field
     cls.__annotations__ = {**cls.__annotations__, name: kind}
@@ -196,16 +197,16 @@ def extend(cls: Any, place: str, name: str) -> None:
 
 
 def unhook() -> None:
-    """Takes all wrappers off: until `rehook`, vLLM's classes in this process have the
-    very attributes that they had before. A second call changes nothing.
+    """Removes all wrappers: until `rehook`, vLLM's classes in this process have their
+    original attributes. A second call changes nothing.
 
-    Only between steps: what the first hook of a step leaves waits for its last one.
-    What hooks left on instances (`nwor_state` of a runner, `nwor_stats` of a scheduler)
-    stays; nothing of vLLM's reads it. Not undone, because no step passes it: memory
-    that was reserved, counters that were created, and what finds modules on import.
+    Call it only between steps: the last hook of a step completes what the first one
+    started. Attributes that hooks set on instances (`nwor_state` of a runner,
+    `nwor_stats` of a scheduler) stay; vLLM does not read them. Reserved memory, created
+    counters and import hooks stay, too; no step uses them.
 
     Raises:
-        HostMismatch: something else lies over a wrapper; nothing was taken off.
+        HostMismatch: other code wrapped a wrapper; nothing was removed.
     """
     for hook in [hook for hook in _hooks if hook.is_on()]:
         hook.take_off()
@@ -216,7 +217,7 @@ def rehook() -> None:
     runner has made steps meanwhile, call its manager's `start_step` first.
 
     Raises:
-        HostMismatch: something else took a wrapper's place; nothing was put on.
+        HostMismatch: other code took a wrapper's place; nothing was installed.
     """
     for hook in [hook for hook in _hooks if not hook.is_on()]:
         hook.put_on()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model runner's limits and KV caches are: layout.caches, read from vLLM."""
+"""Reads a model runner's limits and KV caches from vLLM, into layout.caches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def limits(runner: Any) -> RunnerLimits:
     num_rows = getattr(runner, "max_num_reqs", None) or scheduler.max_num_seqs
     step_refusal = parallel_refusal(config)
     if getattr(runner, "is_pooling_model", False):
-        step_refusal = "a pooling model samples nothing, so that its steps have no end"
+        step_refusal = "a pooling model samples nothing, so its steps have no commit"
     return RunnerLimits(
         device=runner.device,
         draft_refusal=config_refusal(config) or "",
@@ -49,7 +49,7 @@ def limits(runner: Any) -> RunnerLimits:
         num_drafts=0 if speculative is None else speculative.num_speculative_tokens,
         num_rows=int(num_rows),
         num_states=int(num_rows) if is_v2(runner) else 0,
-        # Releases that do not say how many steps are in flight have the same limit.
+        # Releases without this attribute have the same limit.
         max_in_flight=getattr(config, "max_concurrent_batches", MAX_IN_FLIGHT),
         is_async=bool(getattr(scheduler, "async_scheduling", False)),
         sleeps=sleeps(runner),
@@ -67,7 +67,7 @@ def loads_of(vllm_config: Any) -> Loads:
         return Loads.NONE
     is_hooked = connectors.is_hooked() and transfer.kv_connector == connectors.NAME
     is_vllms = not getattr(transfer, "kv_connector_module_path", None)
-    # Otherwise it stores blocks that are not full, and does not say how far they are.
+    # If not, it stores partial blocks, and does not say how many slots are filled.
     is_whole = getattr(vllm_config.cache_config, "prefix_match_unit", None) is None
     return Loads.KNOWN if is_hooked and is_vllms and is_whole else Loads.UNKNOWN
 
@@ -133,10 +133,10 @@ def _group(
     if isinstance(spec, kv.UniformTypeKVCacheSpecs):  # as vLLM's scheduler has it
         spec = next(iter(spec.kv_cache_specs.values()))
     window = 0
-    if not isinstance(spec, kv.FullAttentionSpec):  # of that all blocks are kept
+    if not isinstance(spec, kv.FullAttentionSpec):  # full attention keeps all blocks
         window = getattr(spec, "sliding_window", None) or 0
         if getattr(spec, "attention_chunk_size", None):
-            window = 1  # what is behind the last block may be gone
+            window = 1  # only the last block is sure to be kept
     tokens = num_entries = 0
     if layers:  # a group without any may have no block table
         if is_v2(runner):
@@ -158,8 +158,8 @@ def _group(
 
 
 def _has_state_of_each_draft(runner: Any, group: Any) -> bool:
-    """Whether the group has recurrent state, and a block for that behind each draft: a
-    rejected one's is never read again."""
+    """Whether the group has recurrent state, with a block of its own for each draft:
+    the block of a rejected draft is never read again."""
     spec, speculative = group.kv_cache_spec, runner.vllm_config.speculative_config
     if speculative is None or not isinstance(spec, kv.MambaSpec):
         return False

@@ -29,7 +29,7 @@ NAME = "OffloadingConnector"
 Blocks = list[list[int]]  # by KV-cache group
 # (the blocks of a transfer, the connector's chunks)
 Transfers = Iterable[tuple[Any, Any]]
-# Model runners of this process whose observers follow transfers.
+# Model runners of this process with observers that follow transfers.
 _watched: WeakSet[Any] = WeakSet()
 
 
@@ -44,7 +44,7 @@ def is_hooked() -> bool:
 
 
 def watch(runner: Any) -> None:
-    """From now on observers of `runner` see what its connector reads and fills."""
+    """Reports to the observers of `runner` what its connector reads and fills."""
     _watched.add(runner)
 
 
@@ -80,8 +80,8 @@ def _report(
     transfers_of: Callable[[Any], Transfers],
     fills: bool,
 ) -> None:
-    """Reports a connector's transfers. Where they cannot be read, observers decide what
-    that means (hooks_failed)."""
+    """Reports a connector's transfers. If they cannot be read, calls the observers'
+    hooks_failed."""
     try:
         connector = connector_of()
         # A process may have several engines, each with its own configuration.
@@ -103,9 +103,8 @@ def _report(
 def read(
     kv_cache_config: Any, connector: Any, blocks: Any, chunks: Any
 ) -> tuple[Blocks, Blocks | None]:
-    """A transfer's blocks, and where the connector holds them; None: that does not say
-    what they must hold. Raises ValueError: it is not of the groups that vLLM
-    offloads."""
+    """A transfer's blocks, and where the connector holds them; None if other code may
+    write there. Raises ValueError if its groups are not those that vLLM offloads."""
     ends = [0, *accumulate(blocks.group_sizes)]
     ids = list(map(int, blocks.block_ids))
     found = [ids[a:b] for a, b in pairwise(ends)]

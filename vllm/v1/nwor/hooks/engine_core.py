@@ -24,20 +24,20 @@ from .ledger import GET_KV_CACHE_CONFIGS, SCHEDULER_KV_CACHE_CONFIG
 
 logger = logging.getLogger("vllm.v1.nwor")
 
-# Part of all blocks that shadow blocks may take, unless VLLM_NWOR_SHADOW_BLOCKS says.
+# Share of all blocks that shadow blocks may take without VLLM_NWOR_SHADOW_BLOCKS.
 DEFAULT_SHARE = 0.05
 
-# Speculative methods whose drafters do not say which cached layers are their own.
+# Refused speculative methods: their drafters do not say which cached layers they own.
 REFUSED_METHODS = {
     "custom_class": "may have cached layers of its own and cannot say which",
     "extract_hidden_states": "keeps hidden states in a cache layer of its own",
 }
 
-# vLLM's KV connectors that read only committed rows of a running request: their
-# save_kv_layer and wait_for_layer_load, which run inside the forward, do nothing, what
-# a step brought is saved after its commit, and what they load is for requests that
-# wait. All connectors have those methods, so that these are known by name;
-# MultiConnector is what its members are.
+# vLLM's KV connectors that read only committed rows of a running request. Their
+# save_kv_layer and wait_for_layer_load, which run during the forward, do nothing. They
+# save a step's rows after its commit, and load only for waiting requests. All
+# connectors have those methods, so this list goes by name; a MultiConnector is allowed
+# if its members are.
 ALLOWED_CONNECTORS = frozenset(
     {
         "MooncakeConnector",
@@ -58,11 +58,11 @@ VERDICT = "nwor_verdict"
 
 
 class LayerVerdict(NamedTuple):
-    """What a worker knows of a layer before the KV cache is sized.
+    """What a worker knows about a layer before the KV cache is sized.
 
-    is_drafters: whether it is the drafter's. refusal: what will refuse the group that a
-    target's layer is in; empty if nothing is known. copies: the backend, if a drafter
-    in its group would read a copy of the block table; empty if not.
+    is_drafters: whether the drafter owns it. refusal: why the group of this target
+    layer will be refused; empty if no reason is known. copies: the backend, if a
+    drafter in its group would read a copy of the block table; empty if not.
     """
 
     is_drafters: bool
@@ -93,7 +93,7 @@ def install(module: ModuleType) -> None:
 
 
 def config_refusal(vllm_config: Any) -> str | None:
-    """Why this configuration cannot be protected at all, or None. The worker asks
+    """Why this configuration cannot be protected at all, or None. Workers call this,
     too."""
     if vllm_config.speculative_config is None:
         return "no speculative decoding is configured"
@@ -113,16 +113,16 @@ def parallel_refusal(vllm_config: Any) -> str | None:
 
 
 def connectors_in_forward(vllm_config: Any) -> str:
-    """Names of the KV connectors that are not known to leave the forward alone, of a
-    MultiConnector its members; empty if there are none."""
+    """Names of the KV connectors that may act during the forward (of a MultiConnector,
+    such members); empty if there are none."""
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     found = [] if transfer is None else _not_allowed(vars(transfer))
     return ", ".join(dict.fromkeys(found))
 
 
 def _not_allowed(transfer: Mapping[str, Any]) -> list[str]:
-    """transfer: fields of vLLM's KVTransferConfig; a MultiConnector has a list of such
-    among its own."""
+    """transfer: fields of vLLM's KVTransferConfig; a MultiConnector's have a list of
+    the same form."""
     name = transfer.get("kv_connector")
     module_path = transfer.get("kv_connector_module_path")
     if name and module_path:  # not vLLM's class, whatever its name
@@ -134,7 +134,7 @@ def _not_allowed(transfer: Mapping[str, Any]) -> list[str]:
 
 
 def stage_refusal(vllm_config: Any) -> str | None:
-    """Why this configuration has no shadow blocks, or None. Workers ask this, too."""
+    """Why this configuration has no shadow blocks, or None. Workers call this, too."""
     if (refusal := config_refusal(vllm_config)) is not None:
         return refusal
     if connectors := connectors_in_forward(vllm_config):
@@ -154,8 +154,8 @@ def stage_refusal(vllm_config: Any) -> str | None:
     return None
 
 
-# Of the engine that is being started in this process: its vllm_config, and of each
-# worker its layers' specs by name.
+# Of the engine that is being started in this process: its vllm_config, and each
+# worker's specs by layer name.
 _starting: list[tuple[Any, Sequence[Mapping[str, Any]]]] = []
 
 
@@ -209,10 +209,10 @@ def plan(
     verdicts: Mapping[str, LayerVerdict],
 ) -> Reservation:
     """The shadow blocks of each KV-cache group that can have some, or why there are
-    none. Changes nothing. verdicts: of layers, by name, as far as a worker gave any.
+    none. Changes nothing. verdicts: by layer name, for layers that a worker marked.
 
-    A seat for each sequence that a step can hold, if all fit in the budget; otherwise
-    as many as fit. What is left must hold one request of max_model_len.
+    There is a seat for each sequence that a step can hold, if all fit in the budget;
+    otherwise as many as fit. The remaining blocks must hold a request of max_model_len.
     """
     if (refusal := stage_refusal(vllm_config)) is not None:
         return refusal
@@ -225,7 +225,7 @@ def plan(
         names = groups[gid].layer_names
         known = [verdicts[name] for name in names if name in verdicts]
         if len(known) == len(names) and all(verdict.is_drafters for verdict in known):
-            del sizes[gid]  # nobody protects a drafter's own layers
+            del sizes[gid]  # a drafter's own layers are not protected
         elif (refusal := group_refusal(known)) is not None:
             refusals.append(refusal)
             del sizes[gid]

@@ -52,7 +52,7 @@ def _record(wrapped: Any, stat_logger: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _report_failure(what: str, error: Exception) -> None:
-    """To be called while `error` is handled."""
+    """Call while `error` is handled."""
     if NworConfig.from_env().strict_steps:
         raise error
     log_once(what, repr(error))

@@ -81,8 +81,8 @@ def _initialize_kv_caches(wrapped: Any, core: Any, args: Any, kwargs: Any) -> An
         if config.mode is not Mode.OFF and config.emit_metrics:
             # All ranks have the same groups.
             rows, *_ = core.model_executor.collective_rpc(rows_of)
-        # An engine core that shares the front end's process has no index: it is the
-        # only one. Rows of an engine that was there before go.
+        # An engine core in the front end's process has no index, because it is the only
+        # one. Its rows replace those of an earlier engine.
         metrics.keep_info(getattr(core, "engine_index", 0), rows)
     except Exception as error:
         _failed(error)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which layers of a model runner can be protected, and where their slots' bytes lie.
 
-Reads the runner after vLLM has bound its KV cache. What is not understood is refused by
-name. Drafters' layers are left alone; layers that share another layer's cache are
-covered by it.
+Reads the runner after vLLM has bound its KV cache. An unknown kind of layer is refused
+by name. Drafters' layers are skipped, and so are layers that share another layer's
+cache, because protecting that one covers them.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def _target_layers_of(
         kv_cache = layer.kv_cache
         if not isinstance(kv_cache, torch.Tensor):
             kind = type(kv_cache).__name__
-            told = f"layer {name} has a {kind} for a KV cache; expected one tensor"
-            raise GroupRefused(told)
+            message = f"layer {name} has a {kind} for a KV cache; expected one tensor"
+            raise GroupRefused(message)
         if (identity := (kv_cache.data_ptr(), kv_cache.stride())) in seen:
             continue
         seen.add(identity)
@@ -94,8 +94,8 @@ def _poison(impl: Any, kv_cache: torch.Tensor) -> int:
 
 
 def layer_refusal(name: str, spec: Any, layer: Any) -> str | None:
-    """Why a layer's cache is known to be neither rows, a slot for each token, nor a
-    known packing. None: probing decides."""
+    """Why a layer's cache is refused without probing: it has not one slot for each
+    token, or its packing is not supported. None: probing decides."""
     kind, impl = type(spec).__name__, getattr(layer, "impl", None)
     impl_kind, of_kind = type(impl).__name__, type(layer).__name__
     dtype = str(getattr(impl, "kv_cache_dtype", ""))
@@ -152,8 +152,8 @@ def draft_layer_names(runner: Any) -> frozenset[str]:
 def _layout_of(
     runner: Any, layer: Any, spec: Any, layouts: dict[Any, KVLayout]
 ) -> KVLayout:
-    """layouts: those known, by what determines them: each kind is probed once. Raises
-    LayoutRefused."""
+    """layouts: known ones, by the properties that determine them: each kind is probed
+    once. Raises LayoutRefused."""
     impl, kv_cache = layer.impl, layer.kv_cache
     key = (
         type(impl),
@@ -169,15 +169,16 @@ def _layout_of(
         layouts[key] = probe_layout(kv_cache, _writer(layer, dtype))
     kind, device = type(impl).__name__, kv_cache.device.type
     if layouts[key].runs is not None and device != "cpu":
-        told = f"{kind} packs its slots; only rows are supported on {device}"
-        raise LayoutRefused(told)
+        message = f"{kind} packs its slots; only rows are supported on {device}"
+        raise LayoutRefused(message)
     return layouts[key]
 
 
 def _writer(layer: Any, dtype: torch.dtype) -> Writer:
-    """What writes one token, of keys and values of dtype `dtype`, as the attention
-    implementation of `layer` does: through a copy of it, because some keep the first
-    cache they see. Raises LayoutRefused: it has no such function."""
+    """A function that writes one token's keys and values, of dtype `dtype`, as the
+    attention implementation of `layer` does. It uses a copy of that, because some
+    implementations keep the first cache they see. Raises LayoutRefused if there is no
+    such function."""
     impl = detached(layer.impl)
     write = writer_of(impl)
     if isinstance(write, str):

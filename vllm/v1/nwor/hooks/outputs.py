@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step's output carries, and when it is read.
+"""Attaches a step's report to its output, and calls observers when the output is read.
 
 An output is vLLM's ModelRunnerOutput or, with asynchronous scheduling, an object that
-gives that out once the device has sampled: another thread may ask for it, which is the
-only place where two threads meet in the hooks. What they share is in base/payload.py.
+returns one after the device has sampled. Another thread may read that object: this is
+the only place in the hooks where two threads meet. base/payload.py has the shared data.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def attach(result: Any, calls: Sequence[Callable[[], StepPayload | None]]) -> No
     """Attaches observers' payload to a step's output; never raises.
 
     result: what the runner's sample_tokens returned. The inner ModelRunnerOutput gets
-        an attribute `nwor_stats`. None, and outputs without requests, as vLLM's shared
-        empty one, get nothing; no payload is asked for.
+        an attribute `nwor_stats`. None, and outputs without requests (such as vLLM's
+        shared empty one), get no payload.
     """
     if result is None:
         return
@@ -45,8 +45,8 @@ def watch(
     hooks_failed: Sequence[Callable[[], None]] = (),
 ) -> None:
     """Calls observers when the output is read, which is now if it is not asynchronous.
-    One without requests is nobody's: what was found before belongs to an output that
-    was not read yet.
+    An output without requests is skipped: pending findings belong to an earlier output
+    that was not read yet.
 
     hooks_failed: called if the output is not as expected.
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hooks of both model runners share: a runner's observers, start-up, the start
-and the output of a step.
+"""Shared by the hooks of both model runners: a runner's observers, start-up, and the
+start and the output of a step.
 
 Device memory for observers is allocated where vLLM's memory accounting sees it: on CUDA
 during `profile_run`, before the KV cache is sized; on the CPU, where an eager engine
@@ -39,7 +39,7 @@ class Builder(Protocol):
     def is_wanted(self, config: NworConfig) -> bool: ...
 
     def reserved_bytes(self, expected: ExpectedCaches, config: NworConfig) -> int:
-        """Device memory that it will need. Raises whatever says that it needs none."""
+        """Device memory that it will need. Raises any exception if it needs none."""
 
     def build(
         self, caches: RunnerCaches, config: NworConfig, storage: torch.Tensor | None
@@ -91,7 +91,7 @@ class RunnerState:
         self.step: Step | None = None
         self.held: Step | None = None
         self.every_step = False
-        # What was launched for them may still write to their pinned memory.
+        # Kept alive: kernels in flight may still write to their pinned memory.
         self.removed: list[Observer] = []
         self._set(observers)
         for observer in observers:
@@ -144,9 +144,9 @@ def install(
     wrappers: Mapping[HookTarget, Wrapper],
     builders: Sequence[Builder],
 ) -> None:
-    """Wraps a model runner in `module`. If it is not as expected, except for what
-    returns a step's output, its outputs still report to the front end that NWOR was
-    refused.
+    """Wraps a model runner in `module`. If the runner is not as expected, but the
+    function that returns a step's output is, its outputs still report to the front end
+    that NWOR was refused.
 
     Raises:
         HostMismatch: the runner is not as expected; nothing of a step was wrapped.
@@ -157,7 +157,7 @@ def install(
     except HostMismatch as mismatch:
         config = NworConfig.from_env()
         if config.mode is not Mode.OFF:
-            # Without that function only the log says so, as it does in any case.
+            # If that function differs, too, the refusal is only in the log.
             report_refusal = partial(_sample_tokens_refused, config, str(mismatch))
             (last,) = (
                 row for row in wrappers if row.qualname.endswith("sample_tokens")
@@ -184,8 +184,8 @@ def _sample_tokens_refused(
 def _refused(
     runner: Any, config: NworConfig, reason: str, is_logged: bool = False
 ) -> RunnerState:
-    """Observers' reports that they were refused. A runner without the expected
-    attributes counts as one KV-cache group."""
+    """The state of a runner that was refused: its observers only report that. A runner
+    without the expected attributes counts as one KV-cache group."""
     kv_cache_config = getattr(runner, "kv_cache_config", None)
     num_groups = len(getattr(kv_cache_config, "kv_cache_groups", [None]))
     refused = (
@@ -225,11 +225,11 @@ def get_kv_cache_spec(
 
 
 def profile_run(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper: reserves device memory for observers while vLLM measures what is left
-    for the KV cache."""
+    """Wrapper: reserves device memory for observers while vLLM measures how much memory
+    the KV cache can have."""
     config = NworConfig.from_env()
     if runner.device.type != "cpu":
-        # That of an earlier run is freed first.
+        # Frees the memory of an earlier run first.
         runner.nwor_storages = {}
         for builder in _builders:
             if builder.is_wanted(config):
@@ -240,7 +240,7 @@ def profile_run(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
 def reserve(runner: Any, config: NworConfig, builder: Builder) -> torch.Tensor | None:
     """[reserved_bytes] uint8 on the runner's device, before vLLM sizes the KV cache.
     None if none is needed, or there is not enough: the builder then allocates when the
-    caches are bound, and reports what fails. Raises nothing."""
+    caches are bound, and reports a failure. Raises nothing."""
     try:
         size = builder.reserved_bytes(caches.expected(runner), config)
         return torch.empty(size, dtype=torch.uint8, device=runner.device)
@@ -252,7 +252,7 @@ def reserve(runner: Any, config: NworConfig, builder: Builder) -> torch.Tensor |
 
 def initialize_kv_cache(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper: builds the observers once the real caches are bound. vLLM also calls
-    this with a throw-away cache while profiling; that one is left alone."""
+    this with a temporary cache while profiling, which is skipped."""
     runner.nwor_state = None
     result = wrapped(*args, **kwargs)
     if not kwargs.get("is_profiling", args[1] if len(args) > 1 else False):
@@ -273,7 +273,7 @@ def _observed(runner: Any, config: NworConfig) -> RunnerState:
     for builder in _builders:
         if builder.is_wanted(config):
             observer = builder.build(found, config, storages.get(builder.NAME))
-            # What is not used is free for others.
+            # Frees memory that the observer does not use.
             storages[builder.NAME] = getattr(observer, "storage", None)
             if observer is not None:
                 observers.append(observer)

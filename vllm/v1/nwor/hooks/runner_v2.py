@@ -15,10 +15,10 @@ A step, and where the hooks sit (moments: step.py):
 
 The slot ids are copied into the log before the forward, because the drafter computes
 its own into the same buffer. Graph capture uses other methods. A dummy run passes
-execute_model, and no other hook: its SchedulerOutput has no request. What its step
-before left is dropped as in any other step, and the next step copies committed rows to
-shadow blocks again. vLLM's kernel warm-up sends made-up requests through all hooks:
-they are protected, and not counted, because nobody reads their output.
+execute_model, and no other hook: its SchedulerOutput has no request. As in any other
+step, the state of the previous step is discarded. The step after it copies committed
+rows to shadow blocks again. vLLM's kernel warm-up sends dummy requests through all
+hooks: they are protected, and not counted, because their output is not read.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _prepare_attn(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
         block_tables, slot_mappings = result
         state.step = step = Step(
             num_drafts=batch.num_draft_tokens,
-            # [groups, tokens]: to take a row out of it costs more than to pass it.
+            # [groups, tokens]: indexing a row costs more than passing all of it.
             slot_mappings=(slot_mappings,)
             if len(block_tables) == 1
             else slot_mappings.unbind(),

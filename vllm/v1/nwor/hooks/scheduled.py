@@ -12,7 +12,7 @@ from ..step import NewRequest, RunningRequest
 
 
 class ScheduledStep(Struct, gc=False):
-    """output: vLLM's SchedulerOutput. (A Struct is made in C.)"""
+    """output: vLLM's SchedulerOutput. (The constructor of a Struct is in C.)"""
 
     output: Any
 
@@ -20,7 +20,7 @@ class ScheduledStep(Struct, gc=False):
         return bool(self.output.scheduled_spec_decode_tokens)
 
     def has_drafts_of_new(self) -> bool:
-        """vLLM pads those that have one token left."""
+        """A new request has drafts where vLLM pads one that has a single token left."""
         output = self.output
         new = output.scheduled_new_reqs
         resumed = output.scheduled_cached_reqs.resumed_req_ids

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on vLLM's scheduler: a step's counters meet its own, and what it alone knows of
-requests goes to the workers.
+"""Hooks on vLLM's scheduler: compare a step's counters with the scheduler's own, and
+send the workers request data that only the scheduler has.
 
 Counter data flow: worker -> scheduler -> front end -> Prometheus.
 
@@ -12,14 +12,15 @@ Counter data flow: worker -> scheduler -> front end -> Prometheus.
 
 Each may be another process; with several API servers a report goes to one of them. A
 front end without NWOR, or with its metrics off, ignores the report: msgpack carries the
-fields of a dataclass by name, and a decoder skips those that it does not know.
+fields of a dataclass by name, and a decoder skips unknown ones.
 
-To the workers, only for the audit (`schedule`): a request's `cache_salt`, which keeps
-its blocks from others of the same text; how much of what it found comes from the cache,
-and not from a KV connector; and whether that has reported its load done.
+The workers get this, only for the audit (`schedule`): a request's `cache_salt`, which
+separates its blocks from those of the same text with another salt; how much of its
+prefix comes from the local cache and not from a KV connector; and whether the connector
+has reported the load as done.
 
-A failure here costs numbers, never tokens: it is logged once, and counted as a breach
-where there is a counter (VLLM_NWOR_STRICT=always raises instead).
+A failure here loses counts, never tokens: it is logged once, and counted as a breach
+(VLLM_NWOR_STRICT=always raises instead).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from .ledger import SCHEDULE, UPDATE_FROM_OUTPUT
 
 STATS = "vllm.v1.metrics.stats"
 
-# vLLM's Request, how many tokens it has, and what it will have committed.
+# vLLM's Request, its number of tokens, and the Commit that the step will make.
 Pending = tuple[Any, int, Commit]
 
 
@@ -99,7 +100,7 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
         if counted is not None:
             del scheduler.make_spec_decoding_stats
     try:
-        # vLLM puts them on the first one; there are none while statistics are off.
+        # vLLM attaches statistics to the first output; none if they are off.
         carrier: Any = next(iter(engine_outputs.values()), None)
         found = carrier and carrier.scheduler_stats
         if payload is not None:
@@ -107,8 +108,8 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
                 counted or getattr(found, "spec_decoding_stats", None) or Counted()
             )
             stats.add_step(payload, counted, step)
-        # vLLM 0.26's LLMEngine throws away statistics that come without outputs; they
-        # wait for the next ones, unless nothing is left that could make any.
+        # vLLM 0.26's LLMEngine discards statistics that come without outputs. So they
+        # wait for the next outputs, unless no request is left to produce any.
         if (
             found is not None
             and stats.report
@@ -139,7 +140,7 @@ def _new_stats(scheduler: Any) -> NworStats:
 def pending(
     scheduler: Any, scheduled: Any, output: Any, block_sizes: Mapping[int, int]
 ) -> list[Pending]:
-    """What a step commits, as far as is known before vLLM takes it in.
+    """The commits of a step, before vLLM processes its output: `publish` corrects them.
 
     scheduled, output: its SchedulerOutput and ModelRunnerOutput. block_sizes: tokens a
         block of each KV-cache group that is slot based.
@@ -148,8 +149,9 @@ def pending(
     ids, drafts = output.sampled_token_ids, scheduled.scheduled_spec_decode_tokens
     for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
         request = scheduler.requests.get(request_id)
-        # Scheduled before a preemption that it has behind it (vLLM 0.26's name is the
-        # second); if it has not, less is computed than in flight, and start below 0.
+        # Stale: scheduled before a preemption that is over (the second name is vLLM
+        # 0.26's). While it is preempted, start is below 0: fewer tokens are computed
+        # than are in flight.
         if (
             request is None
             or request.is_finished()
@@ -179,9 +181,10 @@ def pending(
 def publish(
     found: Sequence[Pending], engine_outputs: Any, block_sizes: Mapping[int, int]
 ) -> None:
-    """Calls the callbacks, once vLLM took the step in; raises nothing of theirs.
+    """Calls the callbacks, after vLLM has processed the output; does not raise their
+    exceptions.
 
-    engine_outputs: what update_from_output returned: EngineCoreOutputs by client.
+    engine_outputs: the result of update_from_output: EngineCoreOutputs by client.
     """
     # Of requests, and of turns of a streaming session, that ended in this step.
     ended = {
@@ -194,9 +197,9 @@ def publish(
     for request, num_tokens, commit in found:
         end, first = commit.end, commit.start
         if new := ended.get(commit.request_id):
-            # It may have stopped within the accepted drafts. A Request says that no
-            # more: vLLM 0.33 takes them off num_computed_tokens, and a session's next
-            # turn may be in it already.
+            # It may have stopped within the accepted drafts. The Request no longer has
+            # that: vLLM 0.33 subtracts them from num_computed_tokens, and it may hold
+            # a session's next turn already.
             end = min(end, num_tokens + len(new))
             if not request.is_finished():  # the turn's last token may be discarded
                 end = min(end, request.num_computed_tokens)
@@ -222,14 +225,14 @@ def _schedule(wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any) -> Any:
     except Exception as error:
         if NworConfig.from_env().strict_steps:
             raise
-        # The workers take the requests that are new in this step for unknown ones.
+        # The workers treat the new requests of this step as unknown.
         output.nwor_audit = None
         log_once("audit: requests are not verified from here on", repr(error))
     return output
 
 
 def _inform_workers(scheduler: Any, output: Any, loaded: set[str]) -> None:
-    """What workers need to know of this step's requests goes with its output."""
+    """Attaches the request data for the workers to the step's SchedulerOutput."""
     if output.scheduled_new_reqs:
         output.nwor_audit = {
             new.req_id: (
@@ -243,12 +246,12 @@ def _inform_workers(scheduler: Any, output: Any, loaded: set[str]) -> None:
 
 
 def _known_of(request: Any, new: Any) -> tuple[str | None, int | None]:
-    """Its cache_salt, and tokens of it that are from the local cache; None: not known,
-    as for one that comes back from a preemption, or with a vLLM that does not have it.
-    new: vLLM's NewRequestData."""
+    """Its cache_salt, and how many of its tokens are from the local cache; None: not
+    known, as after a preemption, or because this vLLM does not record it. new: vLLM's
+    NewRequestData."""
     num_local = None
     if _has_blocks(request):
-        # A session's next turn: vLLM looks nothing up for it.
+        # A session's next turn: vLLM does not query the cache for it.
         num_local = new.num_computed_tokens
     elif not getattr(request, "num_preemptions", 0):
         found = getattr(request, "prefill_stats", None)
@@ -257,9 +260,8 @@ def _known_of(request: Any, new: Any) -> tuple[str | None, int | None]:
 
 
 def _has_blocks(request: Any) -> bool:
-    """Whether a request that is scheduled has the blocks that it was scheduled with
-    before: vLLM frees them when it preempts it, and counts that. Then it has those of
-    this step."""
+    """Whether a scheduled request still has the blocks of its previous step: vLLM frees
+    them at a preemption, and counts that. Also records the count for the next call."""
     if request is None:
         return False
     num_preemptions = getattr(request, "num_preemptions", None)
@@ -269,8 +271,8 @@ def _has_blocks(request: Any) -> bool:
 
 
 def _failed(what: str, error: Exception, stats: NworStats) -> None:
-    """To be called while `error` is handled, which is raised again under
-    VLLM_NWOR_STRICT=always: it is a breach of that kind."""
+    """Counts a breach of kind `what`, or raises `error` again under
+    VLLM_NWOR_STRICT=always. Call while `error` is handled."""
     if NworConfig.from_env().strict_steps:
         raise error
     stats.breach(what, repr(error))

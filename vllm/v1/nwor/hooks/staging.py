@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which KV-cache groups can have shadow blocks: what a worker knows before the cache is
-sized (`mark_layers`), and once it is bound (`staged_group`)."""
+"""Which KV-cache groups can have shadow blocks: a worker's verdict before the cache is
+sized (`mark_layers`), and after it is bound (`staged_group`)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ logger = logging.getLogger("vllm.v1.nwor")
 
 
 def mark_layers(runner: Any, specs: Mapping[str, Any], reuses_metadata: bool) -> None:
-    """Leaves on each layer's spec what is known of it before the KV cache is sized: the
-    engine core reserves no shadow blocks for a group that will be refused. What fails
-    leaves no mark: blocks are lost then, no more.
+    """Sets a LayerVerdict on each layer's spec before the KV cache is sized, so that
+    the engine core reserves no shadow blocks for a group that will be refused. After a
+    failure there is no verdict; at worst, blocks are reserved and stay unused.
 
     reuses_metadata: whether drafters of this runner read the target's metadata again.
     """

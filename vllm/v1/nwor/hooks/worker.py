@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on vLLM's worker: its caches' content is lost, it ends."""
+"""Hooks on vLLM's worker: when its caches lose their content, and when it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the bytes of one slot are (`kv_layout`), how a probe proves it (`probe`), the
-tables of layers that the ops take (`tables`), where shadow blocks lie (`regions`), and
-what the hooks found out about a runner's caches (`caches`). No vLLM import."""
+"""The bytes of one slot (`kv_layout`), the probe that proves them (`probe`), the tables
+of layers that the ops take (`tables`), the location of shadow blocks (`regions`), and a
+description of a runner's caches, made by the hooks (`caches`). No vLLM import."""

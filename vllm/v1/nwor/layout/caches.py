@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hooks found out about a model runner: its limits, and its KV caches once
-they are bound. Observers are built from this and read nothing of vLLM."""
+"""A description of a model runner, made by the hooks: its limits, and its KV caches
+once they are bound. Observers are built from it and do not read vLLM's objects."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Loads(enum.IntEnum):
     """Whether a KV connector fills blocks.
 
     NONE: it does not. KNOWN: the hooks see which ones (`Observer.blocks_transferred`),
-    or the scheduler says: all that was not found in the cache. UNKNOWN: it may fill any
-    of what a request is said to have found.
+    or the scheduler reports how much was found in the local cache, and the connector
+    loads the rest. UNKNOWN: any block of a request's cached prefix may be loaded.
     """
 
     NONE = 0
@@ -29,17 +29,17 @@ class Loads(enum.IntEnum):
 
 @dataclass(frozen=True)
 class RunnerLimits:
-    """What is known of a runner before its KV caches are sized.
+    """Limits of a runner, known before its KV caches are sized.
 
     draft_refusal: why drafts cannot be protected; step_refusal: why its steps cannot be
-    followed at all. Empty: they can.
+    followed at all. Empty if they can.
     max_num_seqs, max_num_batched_tokens, max_model_len: vLLM's. num_drafts: vLLM's
     num_speculative_tokens, 0 without speculation. num_rows: requests in a batch, at
     most.
     num_states: requests that the runner has states for, where a Step has state_indices;
-    else 0. max_in_flight: steps whose output was not read, at most.
+    else 0. max_in_flight: steps with unread outputs, at most.
     is_async: asynchronous scheduling: the host does not know a running request's text.
-    sleeps: memory that is taken when caches are bound loses its content in sleep.
+    sleeps: memory that is allocated when caches are bound loses its content in sleep.
     """
 
     device: torch.device
@@ -88,15 +88,15 @@ class ExpectedCaches:
 
 @dataclass(frozen=True)
 class GroupCaches:
-    """One KV-cache group whose caches are bound.
+    """One KV-cache group with bound caches.
 
     layers: the target's, each cache once; none if all layers are the drafter's.
-    refusal: why they are not understood. kept_by_vllm: why vLLM itself keeps what
-    rejected drafts would overwrite. staged: its shadow blocks, or why it has none.
+    refusal: why they are not supported. kept_by_vllm: why vLLM itself keeps the state
+    that rejected drafts would overwrite. staged: its shadow blocks, or why it has none.
     block_size: tokens a block, as the scheduler counts. entry_tokens: tokens for which
     an entry of the block table stands. num_entries: width of the block table. Both are
     0 without layers.
-    window: positions behind a request's end that are still its own; 0: all.
+    window: how many of a request's last positions it still owns; 0: all.
     """
 
     group_id: int

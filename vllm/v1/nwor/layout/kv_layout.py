@@ -14,11 +14,11 @@ are neighbours in the last dimension (C = 2 * head size), and so are scales that
 holds; the older [2, block, slot, head, size] is refused. N is the block size of the
 tensor, which may be a kernel's, smaller than the scheduler's.
 
-Packed caches (CPU_ATTN, whose K is column-major inside a block and whose packing
-depends on the instruction set): for each offset in the block a list of runs.
+Packed caches: for each offset in the block a list of runs. Example: CPU_ATTN, where K
+is column-major inside a block and the packing depends on the instruction set.
 
-Neither is believed because a backend's name or a shape suggests it: `kv_probe` writes
-through the backend's own writer and looks which bytes change. This file holds only the
+Both are verified by probing, never assumed from a backend's name or a shape: `probe`
+writes through the backend's own writer and compares bytes. This file has only the
 arithmetic.
 """
 
@@ -33,7 +33,7 @@ from ..ops import TABLE_COLUMNS
 
 
 class LayoutRefused(ValueError):
-    """A cache whose slots are neither rows nor a packing that can be copied."""
+    """A cache with slots that are neither rows nor a supported packing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +73,8 @@ class KVLayout:
         return [base, *columns, log_offset]
 
     def row_runs(self, slot: int) -> torch.Tensor:
-        """[num_heads, 2] int64, cpu: (offset in the block, length) of what `slot` has
-        in a row cache."""
+        """[num_heads, 2] int64, cpu: (offset in the block, length) of each run of
+        `slot` in a row cache."""
         first = slot % self.block_size * self.slot_stride
         starts = first + self.head_stride * torch.arange(self.num_heads)
         return torch.stack([starts, torch.full_like(starts, self.run_bytes)], dim=1)
@@ -96,8 +96,8 @@ def row_layout(kv_cache: torch.Tensor) -> KVLayout:
             "slots, bytes] or [blocks, slots, bytes]"
         )
     if last != 1:
-        told = f"a KV cache whose last stride is {last} is not supported; expected 1"
-        raise LayoutRefused(told)
+        message = f"a KV cache whose last stride is {last} is not supported; expected 1"
+        raise LayoutRefused(message)
     item = kv_cache.element_size()
     num_heads, head_stride, run_bytes = 1, 0, shape[-1] * item
     if len(shape) == 4:

@@ -39,8 +39,8 @@ def probe_layout(kv_cache: torch.Tensor, writer: Writer) -> KVLayout:
     rows = row_layout(kv_cache)
     scratch, raw = _scratch(kv_cache)
     write = partial(writer, scratch)
-    # The first write may also prepare a cache it has not seen: TRITON_ATTN fills all
-    # scales of a per-token-head cache with ones. That is not what a slot's write does.
+    # The first write may also initialize the cache: TRITON_ATTN fills all scales of a
+    # per-token-head cache with ones. Later writes change only a slot's bytes.
     write(0)
     block_size = rows.block_size
     block_bytes = scratch[0].numel() * scratch.element_size()
@@ -76,8 +76,7 @@ def _changed_runs(
     write: Callable[[int], None], raw: torch.Tensor, slots: Sequence[int]
 ) -> list[torch.Tensor]:
     """For each of `slots` the bytes that writing one token to it changes:
-    [num_runs, 2] int64, cpu: (offset in `raw`, length). A slot's bytes, not a mask of
-    both blocks, are what is kept of it."""
+    [num_runs, 2] int64, cpu: (offset in `raw`, length)."""
     changed: list[list[torch.Tensor]] = [[] for _ in slots]
     for background in BACKGROUNDS:
         raw.fill_(background)
@@ -90,8 +89,8 @@ def _changed_runs(
 
 
 def _differing(raw: torch.Tensor, background: int) -> torch.Tensor:
-    """[num_bytes] int64, device of `raw`: where a byte is not the background. Looks at
-    words first: that leaves an eighth to go through, once for each slot."""
+    """[num_bytes] int64, device of `raw`: where a byte is not the background. Compares
+    words first, which is faster: this runs once for each slot."""
     plain = int.from_bytes([background] * _WORD, "little", signed=True)
     first = (raw.view(torch.int64) != plain).nonzero() * _WORD
     offsets = (first + torch.arange(_WORD, device=raw.device)).flatten()

@@ -45,7 +45,7 @@ def blocks_per_seat(num_drafts: int, block_size: int) -> int:
 
 @dataclass(frozen=True)
 class StagedGroup:
-    """What makes a KV-cache group a staged one.
+    """The shadow blocks of a staged KV-cache group.
 
     region: its shadow blocks. entry_tokens: positions for which an entry of the
     worker's block table stands: the block size, or a kernel's smaller one.
@@ -93,16 +93,16 @@ class StagedGroup:
 
     @property
     def saved_shape(self) -> tuple[int, int]:
-        """Of what stage keeps of the windows: `saved` of ops.stage."""
+        """Shape of `saved` of ops.stage."""
         return self.region.num_seats, ops.SAVED_COLUMNS + 2 * self.span
 
     @property
     def num_bytes(self) -> int:
-        """Device memory that the group takes beside its undo log."""
+        """Device memory that the group needs in addition to its undo log."""
         return num_bytes(self.region.num_seats, self.span)
 
 
 def num_bytes(num_seats: int, span: int) -> int:
-    """Memory that is enough for what a group keeps of its windows."""
+    """Enough device memory for `saved` of ops.stage, for one group."""
     columns = ops.SAVED_COLUMNS + 2 * span
     return num_seats * columns * 4 + ALIGNMENT  # int32

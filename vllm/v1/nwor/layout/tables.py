@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of layers that the ops take, and the memory in which all lies that
+"""The tables of layers that the ops take, and the device memory for all data that
 outlives a step.
 
-On CUDA that memory is one tensor, allocated while vLLM measures what is left for the KV
-cache. What is allocated later, while vLLM binds the KV cache, comes from a pool whose
-content vLLM gives up when the engine sleeps: our tables of addresses would be lost.
+On CUDA that memory is one tensor, allocated while vLLM measures how much memory the KV
+cache can have. Memory that is allocated later, while vLLM binds the KV cache, comes
+from a pool that loses its content when the engine sleeps: our tables of addresses would
+be lost.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from .kv_layout import KVLayout
 # As the CUDA allocator aligns; each tensor may take as much for its alignment.
 ALIGNMENT = 256
 
-# What VLLM_NWOR_ON_REJECT=poison has in each byte of a rejected slot. Read as numbers
-# these are large but finite, also times a scale of the same bytes: 5e4 as bf16 or fp32;
-# as int8 71. Where all of a slot is fp16 or fp8 the other one is larger: 3e4 as fp16,
-# 240 as fp8 e4m3, 29e3 as e5m2.
+# VLLM_NWOR_ON_REJECT=poison writes this to each byte of a rejected slot. The numbers
+# are large but finite, also times a scale of the same bytes: 5e4 as bf16 or fp32, 71 as
+# int8. For slots of fp16 or fp8 alone, NARROW_POISON is larger: 3e4 as fp16, 240 as fp8
+# e4m3, 29e3 as e5m2.
 POISON, NARROW_POISON = 0x47, 0x77
 
 
@@ -43,7 +44,7 @@ class DeviceMemory:
         """A contiguous tensor with undefined content.
 
         Raises:
-            ValueError: what is left of the storage is too small for it.
+            ValueError: the rest of the storage is too small for it.
         """
         if self._storage is None:
             return torch.empty(shape, dtype=dtype, device=self.device)
@@ -52,7 +53,7 @@ class DeviceMemory:
         if first + num_bytes > self._storage.numel():
             raise ValueError(
                 f"a tensor of {num_bytes} bytes does not fit the storage of "
-                f"{self._storage.numel()} bytes, of which {self._used} are used"
+                f"{self._storage.numel()} bytes: {self._used} are used"
             )
         self._used = first + num_bytes
         return self._storage[first : self._used].view(dtype).view(shape)
@@ -60,7 +61,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One target layer's cache. Whoever holds its table keeps `kv_cache` alive.
+    """One target layer's cache. The owner of its table keeps `kv_cache` alive.
 
     poison: the byte for its rejected slots, if they are poisoned.
     """

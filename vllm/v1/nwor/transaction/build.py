@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transaction of a model runner: which of its KV-cache groups are protected, and
-how. A group is protected whole or not at all, because half a token restored would be
-worse than none; what is refused is refused by name.
+"""Builds the transaction of a model runner: decides which KV-cache groups are
+protected, and how. A group is protected whole or not at all, because a partly restored
+token would be worse than an unrestored one. A refusal names the layer and the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .undo_log import num_bytes
 logger = logging.getLogger("vllm.v1.nwor")
 
 NAME = "transaction"
-# How a KV-cache group is run that vLLM itself makes transactional.
+# The mode of a KV-cache group that vLLM itself makes transactional.
 NATIVE = "native"
 
 Built = tuple[DraftCommitManager | None, list[GroupInfo]]
@@ -40,7 +40,7 @@ def is_wanted(config: NworConfig) -> bool:
 def build(
     caches: RunnerCaches, config: NworConfig, storage: torch.Tensor | None
 ) -> Transaction:
-    """The transaction of the runner whose KV caches were just bound.
+    """The transaction of a runner, right after its KV caches were bound.
 
     storage: memory that was reserved for the undo log (reserved_bytes), or None to
     allocate it.
@@ -126,8 +126,9 @@ def _build(
 
 
 def reserved_bytes(expected: ExpectedCaches, config: NworConfig) -> int:
-    """Of the undo log: a row of each target layer's slot for every draft that a step
-    can hold, and what belongs to it. Raises GroupRefused if there will be none."""
+    """Memory for the undo log, its tables and counters: a row holds one draft's slot in
+    each target layer, and there is a row for each draft that a step can have. Raises
+    GroupRefused if there will be no transaction."""
     limits = expected.limits
     if limits.draft_refusal:
         raise GroupRefused(limits.draft_refusal)
@@ -150,7 +151,7 @@ def reserved_bytes(expected: ExpectedCaches, config: NworConfig) -> int:
 
 
 def _protection_of(layers: Sequence[LayerCache], exports: str) -> str:
-    """What is protected, and which KV connectors may read it inside the forward."""
+    """What is protected, and which KV connectors may read it during the forward."""
     is_packed = any(layer.layout.runs is not None for layer in layers)
     text = f"{len(layers)} layers, {'packed slots' if is_packed else 'rows'}"
     what = "may export rejected drafts' bytes during the forward, before commit"

@@ -18,26 +18,26 @@ other requests are logged in the same step. If stage fails, the whole step is lo
 Under VLLM_NWOR_ON_REJECT=poison the log has large numbers instead of old bytes.
 
 states.py has the states, the moves between them and the invariants; `check_state`
-checks these. FAILED lasts until a step has drafts again. It does not repeat the commit:
-by then a slot may be another request's. The next log takes what it finds for the old
-bytes, even where that is a rejected draft; under VLLM_NWOR_STRICT=always the step
-raises, and FAILED stays.
+checks these. FAILED lasts until the next step with drafts. That step does not repeat
+the commit, because a slot may belong to another request by then. Its log takes the
+bytes it finds as the old ones, even those of a rejected draft. Under
+VLLM_NWOR_STRICT=always the step raises instead, and FAILED stays.
 
-A begin that finds a log drops it first. When one of our own operations fails, the
+A begin that finds a log discards it first. When one of our own operations fails, the
 step's windows run as plain vLLM: no token is lost, the failure is counted in
 `fallbacks` and logged once; `VLLM_NWOR_STRICT=always` raises `NworError` instead.
 Drafts that reach the sampler in state IDLE or FAILED were missed: no begin saw them.
 
-stage or begin, and commit, enqueue one launch each a KV-cache group on the current
-stream (a group whose layers are packed in several ways: one for each packing). A step
-in which windows lack a seat takes both: four launches a group. They allocate nothing on
-the device, never wait for it and have no loop over layers.
+stage or begin, and commit, enqueue one launch each for a KV-cache group, on the current
+stream (if its layers have several packings: one for each packing). A step in which
+windows lack a seat needs both ways: four launches for a group. The calls allocate
+nothing on the device, never wait for it and have no loop over layers.
 
-Counts: the ops of a commit count on the device, and write what the counters have become
-to a slot of a ring of host memory. Each window is counted once, by the commit of the
-shadow blocks or by that of the log. Counters are unavailable for a step whose commit
-failed or in which windows were not protected; the next commit first copies what its own
-counters are compared with.
+Counts: the ops of a commit count on the device, and write the new values of the
+counters to a slot of a ring of host memory. Each window is counted once, by the commit
+of the shadow blocks or by that of the log. Counters are unavailable for a step if its
+commit failed or some of its windows were not protected. The next commit then first
+copies the counters, as the base of its own increments.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ class DraftCommitManager:
         that fit the log. undo_log: of all groups. shadow: the shadow blocks of the
         staged groups, or None. ops: the namespace that both call into.
     counters: [num_tables, 9] int64, device (ops.COUNTER_COLUMNS), a row for each table
-        of layers, only ever added to, by the kernels. Each row counts all windows, so
-        that windows and tokens are read from row 0; bytes and invalid slots are summed.
-    counts: of the last commit, until somebody takes them (report.py) or the next step
+        of layers. The kernels only add to them. Each row counts all windows, so windows
+        and tokens are read from row 0; bytes and invalid slots are summed over rows.
+    counts: of the last commit, until they are taken (counters.py) or the next step
         starts; None if there are none.
-    fallbacks: steps that did not run as they should, by reason.
+    fallbacks: steps that did not run in their group's mode, by reason.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class DraftCommitManager:
     ) -> None:
         """groups: (KV-cache group id, its layers), at least one, each with layers.
 
-        storage: [num_bytes] uint8, device: memory for the undo log and all that
-            belongs to it (undo_log.num_bytes); what does not fit lowers the capacity.
+        storage: [num_bytes] uint8, device: memory for the undo log, its tables and
+            counters (undo_log.num_bytes); if it is too small, the capacity is lower.
             None allocates it.
-        ops: the seam where tests inject faults: what has the functions of `ops`; None
-            for the builtins.
+        ops: an object with the functions of `ops`, where tests inject faults; None for
+            the builtins.
         staged: for the KV-cache groups that have shadow blocks.
         max_in_flight: steps, from the oldest whose counts were not read to the newest
             that made its commit.
@@ -152,9 +152,9 @@ class DraftCommitManager:
         ring = self._ring.unbind(1)
         self.undo_log = UndoLog(self.groups, counters, ring, self.ops)
         self.shadow: ShadowBlocks | None = None
-        # Of the groups that have no shadow blocks; None if all have some.
+        # The log of the groups without shadow blocks; None if all groups have some.
         self._unstaged_log: UndoLog | None = None
-        # In a staged step: what logs the rest of it, and whether that failed.
+        # In a staged step: the log of the remaining windows, and whether it failed.
         self._rest_log: UndoLog | None = None
         self._has_rest_failed = False
         # What the last commit did.
@@ -176,7 +176,7 @@ class DraftCommitManager:
                 self._unstaged_log = UndoLog(
                     others, counters[num_staged:], ring[num_staged:], self.ops
                 )
-        # Where in the ring the last commit's counters went, and whether they did.
+        # The ring's slot of the last commit's counters, and whether they were written.
         self._slot = 0
         self._is_counted = True
         self.counts: StepPayload | None = None
@@ -217,8 +217,8 @@ class DraftCommitManager:
         return self.undo_log.num_drafts
 
     def start_step(self, scheduled: Scheduled | None = None) -> None:
-        """Call when the runner starts a step, with or without drafts: windows and
-        counts that the previous step left behind are dropped.
+        """Call when the runner starts a step, with or without drafts. Discards windows
+        and counts that the previous step left.
 
         scheduled: None: no request that is new or resumed has drafts.
 
@@ -228,17 +228,17 @@ class DraftCommitManager:
         if self.state is not _IDLE:
             self.abort(STALE_LOG)
         if self.shadow is not None:
-            # The rows before such drafts may be a copy of another request's block, made
-            # in this very step, in a block and a seat that the request got just now.
+            # The rows before such drafts may be a copy of another request's block that
+            # this step makes, in a block and a seat that are new for the request.
             keeps = scheduled is None or not scheduled.has_drafts_of_new()
             self.shadow.start_step(keeps)
 
     def stage(self, step: Step) -> None:
         """Replaces the blocks that hold drafts by shadow blocks, for the windows that
         have a seat. Call when block tables and slot mappings are final, before
-        attention metadata is built; then begin, which logs the rest, unless this set
-        step.awaits_forward to False: then all is staged. If this fails, begin logs the
-        whole step.
+        attention metadata is built. Then call begin, which logs the other windows,
+        unless stage set step.awaits_forward to False: then there are no others. If
+        stage fails, begin logs the whole step.
 
         Raises:
             NworError: if it fails and a block table cannot be put back; under
@@ -285,7 +285,7 @@ class DraftCommitManager:
         step.awaits_forward = log is not None
 
     def _leave_last_step(self, num_drafts: int) -> None:
-        """What an earlier step left is dropped by one with so many drafts. Called in
+        """Discards the previous step's windows. num_drafts: of the new step. Called in
         any state but IDLE."""
         self.abort(STALE_LOG)
         if self.state is _FAILED and num_drafts > 0 and self.config.strict_steps:
@@ -295,7 +295,7 @@ class DraftCommitManager:
             )
 
     def _go_unstaged(self, shadow: ShadowBlocks, error: Exception) -> None:
-        """A launch of stage failed: the tables are put back, the step is logged."""
+        """A launch of stage failed: puts the tables back; begin will log the step."""
         self.state = _IDLE
         try:
             shadow.abort()
@@ -443,8 +443,8 @@ class DraftCommitManager:
         return Undone(True, shadow.saved[group_id], indices, shadow.seat_of_state)
 
     def _publish(self) -> bool:
-        """Enqueues a copy of the counters to the slot, where no op of the last commit
-        did. Returns whether that worked.
+        """Enqueues a copy of the counters to the slot, if no op of the last commit did.
+        Returns whether that worked.
 
         Raises:
             NworError: under VLLM_NWOR_STRICT=always, if it did not.
@@ -452,7 +452,7 @@ class DraftCommitManager:
         try:
             self._copy_counters(self._ring[self._slot], self.counters)
         except Exception as error:
-            outcome = "the step goes without counts"
+            outcome = "counters are unavailable for this step"
             self._fall_back(COMMIT_FAILED, f"publish: {error}", error, outcome)
             return False
         return True
@@ -473,9 +473,9 @@ class DraftCommitManager:
         ) from error
 
     def _go_without_log(self, slot: int) -> int:
-        """commit, where the rest of a staged step was not logged. Returns the slot, or
-        -1 if the step goes without counts: its counters lack windows, or cannot be
-        copied."""
+        """commit, if the other windows of a staged step were not logged. Returns the
+        slot, or -1 if counters are unavailable for this step: they lack windows, or
+        cannot be copied."""
         if not self._has_rest_failed:
             self.miss_begin("the drafts without shadow blocks")
         is_whole = self._rest_log is self._unstaged_log
@@ -497,7 +497,7 @@ class DraftCommitManager:
         self._fall_back(BEGIN_MISSED, f"{what} were sampled that begin never saw")
 
     def abort(self, reason: str) -> None:
-        """Drops windows that were never committed: the tables are put back, the cache
+        """Discards windows that were never committed: puts the tables back; the cache
         stays as vLLM left it.
 
         Raises:

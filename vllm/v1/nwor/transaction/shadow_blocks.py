@@ -21,15 +21,16 @@ Invariants:
 3. An entry is put back only where it still holds what stage wrote.
 
 A request's shadow blocks, its seat, stay the same while it keeps its place in the
-runner: its batch row (V1), or its index in the request states (V2). Where there are
-fewer seats than requests, those without one are the undo log's (draft_manager.py); on
-V2 `Seats` gives out what is free. Committed rows that
-the shadow has from the step before are not copied again. What a shadow has counts only
-if the seat was committed in the runner's step before this one, up to the first row that
-this step writes, to the block that is in the table now (shadow.h of csrc says why
-that is enough); so nobody has to notice when a request goes, moves or is preempted. The
-exception is a step that verifies drafts of a request which did not run in the step
-before: in that one nothing counts.
+runner: its batch row (V1), or its index in the request states (V2). If there are fewer
+seats than requests, the undo log protects those without one (draft_manager.py); on V2
+`Seats` assigns free seats.
+
+Committed rows that a shadow block has from the previous step are not copied again. They
+are reused only if that step committed the seat, up to the first row that this step
+writes, to the block that is in the table now (csrc/nwor/transaction/shadow.h says why
+that is enough). So no notice is needed when a request ends, moves or is preempted. One
+exception: in a step that verifies drafts of a request which did not run in the previous
+step, no rows are reused.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ _MAX_STEP = 2**31 - 1
 
 
 class Seats:
-    """Who has shadow blocks where not all requests can: the seat of each index in the
-    runner's request states, -1 for none. (Which indices are in use says nothing: vLLM
-    gives out first what became free last.)
+    """Which requests have shadow blocks if there are fewer seats than requests: the
+    seat of each index in the runner's request states, -1 for none. (An index cannot be
+    the seat: vLLM reuses the index first that became free last.)
 
     A request keeps its seat as long as it keeps its index. Seats of indices that no
-    request has any more are given to those that need one.
+    request has any more go to requests that need one.
 
     of_state: [num_states] int32, on the host; on_device: the same, as ops.stage takes
     it.
@@ -67,17 +68,17 @@ class Seats:
         self.of_state = numpy.full(num_states, -1, numpy.int32)
         self.on_device = memory.take((num_states,), torch.int32).fill_(-1)
         self._free = list(reversed(range(num_seats)))
-        # What is copied to the device: one for each step that may not have run yet.
+        # Sources of copies to the device: one for each step that may not have run yet.
         size = max_in_flight + 2, num_states
         is_cuda = self.on_device.device.type == "cuda"
         self._copies = torch.empty(size, dtype=torch.int32, pin_memory=is_cuda)
         self._number = 0
-        # Of the last step in which requests lacked seats: how many requests there were,
-        # and which ones lacked some.
+        # Of the last step in which requests lacked seats: the number of all requests,
+        # and the indices without a seat.
         self._seen: tuple[int, bytes] | None = None
 
     def lack(self, indices: Any, live: Mapping[str, int] | None) -> bool:
-        """Assigns free seats; whether one of these requests has none.
+        """Assigns free seats. Returns whether a request still has none.
 
         indices, live: host_state_indices and state_of_request of a Step.
         """
@@ -87,7 +88,7 @@ class Seats:
         if len(lacking) == 0:
             return False
         seen = len(live), lacking.tobytes()
-        if seen == self._seen:  # nobody came or went since
+        if seen == self._seen:  # no request was added or removed since
             return True
         is_gone = of_state >= 0
         is_gone[list(live.values())] = False
@@ -107,11 +108,11 @@ class Seats:
 
 class BlockTableLost(RuntimeError):
     """A block table or slot mapping still names shadow blocks, and cannot be put back:
-    what goes on would write to them."""
+    later steps would write to them."""
 
 
 def seats_num_bytes(num_states: int) -> int:
-    """Memory that is enough for what Seats keeps."""
+    """Enough device memory for Seats."""
     return num_states * torch.int32.itemsize + ALIGNMENT
 
 
@@ -133,8 +134,8 @@ class ShadowBlocks:
     groups: by KV-cache group id.
     seats: on V2 who has one, where there are fewer than requests; else None.
     seat_of_state: as in ops.stage.
-    step: of the runner, with drafts or without, whoever protects them.
-    saved: what stage keeps of the windows, by group: int32, device (ops.stage).
+    step: number of the runner's step; steps without drafts count, too.
+    saved: `saved` of ops.stage, by group: int32, device.
     """
 
     def __init__(
@@ -188,10 +189,10 @@ class ShadowBlocks:
                     self._undos.append(layers.unstage)
 
     def start_step(self, keeps: bool = True) -> None:
-        """Call when the runner starts a step, also one without drafts: only what was
-        committed in the step before counts as present in a shadow block.
+        """Call when the runner starts a step, also one without drafts: a shadow block's
+        rows are reused only in the step after their commit.
 
-        keeps: False: in this step nothing counts.
+        keeps: False: this step reuses none.
         """
         self.held = None
         self.step += 1 if keeps else 2
@@ -199,7 +200,7 @@ class ShadowBlocks:
             self.step = 1
 
     def abort(self) -> None:
-        """Enqueues the putting back of tables and slots; does nothing without a step.
+        """Enqueues launches that put tables and slots back, if a step is open.
 
         Raises:
             BlockTableLost: a table could not be put back; all others were.

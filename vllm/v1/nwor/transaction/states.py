@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states of a DraftCommitManager, and what holds in them.
+"""The states of a DraftCommitManager, and their invariants.
 
 States:
 
@@ -19,7 +19,7 @@ States:
             -abort->  IDLE     the tables are vLLM's own, nothing was copied: rows that
                                the step wrote to blocks with drafts go with it (such a
                                block is not full: of a partial one that vLLM caches for
-                               hybrid models no hit gets as far as these rows)
+                               hybrid models no hit reaches these rows)
     PLAIN   -commit, abort-> IDLE
     FAILED  -stage, begin-> as from IDLE
 

@@ -34,8 +34,8 @@ def bytes_per_draft(layers: Sequence[LayerCache]) -> int:
 def num_bytes(capacity: int, row_bytes: int, num_groups: int, num_layers: int) -> int:
     """Memory that is enough for all groups' logs and tables, and their counters.
 
-    capacity: drafts. row_bytes: of a draft, over all groups. num_groups, num_layers: at
-        least those that there will be.
+    capacity: drafts. row_bytes: of a draft, over all groups. num_groups, num_layers:
+        upper bounds.
     """
     tables = num_layers * _ITEM * (len(TABLE_COLUMNS) + len(COUNTER_COLUMNS))
     tensors = 3 * num_groups + num_layers + 1
@@ -53,7 +53,8 @@ def fitting_capacity(
     shadow_bytes: int,
     poisons: bool,
 ) -> int:
-    """Drafts, at most `capacity`, whose log fits the storage. Raises ValueError."""
+    """How many drafts, at most `capacity`, the storage has room for. Raises ValueError
+    if it has none."""
     row_bytes = sum(bytes_per_draft(layers) for _, layers in groups)
     num_layers = sum(len(layers) for _, layers in groups)
     if storage is not None:
@@ -75,7 +76,7 @@ class GroupLog:
 
     undo_log: [capacity, bytes_per_draft] uint8, device.
     log_slots: [capacity] int64, device. log_windows: [capacity, 3] int32, device.
-    source: what a log copies from in place of each of `tables`: poison; or None.
+    source: poison, which the log copies from in place of each of `tables`; or None.
     first_shadow_slot: as in ops.log_cache_slots.
     """
 
