@@ -7,7 +7,7 @@ One greedy request on real vLLM, on the CPU, with ngram drafts, twice in one eng
 with NWOR (mode stage), then with all of its hooks taken off. The caches are zeroed
 before each run. Drafts and acceptance are those of vLLM's scheduler; what became of a
 slot is read from the bytes of all layers, before and after each step. Which bytes are a
-slot's is NWOR's layout, found by writing through vLLM's own writer (kv_probe.py).
+slot's is NWOR's layout, found by writing through vLLM's own writer (layout/probe.py).
 """
 
 import io

@@ -31,8 +31,8 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# Each function that LEDGERs name -> how many wrappers lie over it once all are on: one,
-# but for what is counted in an object of its class.
+# Each function that the ledger names -> how many wrappers lie over it once all are on:
+# one, but for what is replaced on an object.
 ROWS = {
     (module, row.qualname): int(row.qualname != COUNTED)
     for module in tool.MODULES.values()

@@ -194,7 +194,7 @@ DRIFT = {
     "twice": (RUNNER, CALL, CALL * 2, f"has {CALL[:-1]}"),
     "not at the end": (RUNNER, CALL, f"{CALL}theirs = 1\n", "lacks from vllm"),
     "built too soon": (tool.CMAKE, DEFERRED, TOO_SOON, "has cmake_language(EVAL CODE"),
-    "a file was edited": (f"{OURS}/window.py", "", "\n", "is not this version's"),
+    "a file was edited": (f"{OURS}/step.py", "", "\n", "is not this version's"),
     "a file is another's": (f"{OURS}/older.py", "", "\n", "is not this version's"),
 }
 HEAD = "    def _model_forward("

@@ -12,8 +12,8 @@ with the same checks and messages:
   else. All arguments are positional. On CUDA the tensors' device must be current.
 
 A step does not go through PyTorch's dispatcher, because begin and commit then take the
-host 107 us instead of 34 us (mode cow, batch 16, H100;
-results/host_profile_v1-ngram-k4-a70-h100.json, `ops` and `prepared`).
+host 107 us instead of 34 us (mode cow, batch 16, H100, commit d81494b;
+results/cases.jsonl, case `dispatcher`, `ops` and `prepared`).
 
 All ops copy bytes and ignore dtypes. None allocates memory or waits for the device: on
 CUDA each is one launch on the current stream, and may run in a captured graph; on the

@@ -15,8 +15,10 @@ the cache that commit left.
     step_started     the scheduler's output has arrived; nothing was written yet
     tables_final     block tables and slot mappings are final; attention metadata is not
                      built yet
-    before_forward   vLLM's zeroing, block copies and loads are enqueued; the forward is
-                     next
+    before_forward   vLLM's zeroing and block copies are enqueued, on V1 loads of a KV
+                     connector, too (on V2 they follow: they fill blocks of requests
+                     that wait, so no draft's slot); not called if all drafts are in
+                     shadow blocks (Step.awaits_forward)
     sampled          rejection sampling is enqueued: the device knows which drafts were
                      accepted; the drafter has not run
     drafts_missed    instead of `sampled`: drafts reached the sampler, and the hooks

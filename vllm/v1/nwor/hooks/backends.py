@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention backends and types of KV caches: all that NWOR knows of them by name.
 
-Most new backends need no entry. At start-up `kv_probe` has the backend's own writer
+Most new backends need no entry. At start-up the probe has the backend's own writer
 write to a scratch cache, and finds out which bytes belong to a slot: a row for each
 head, or another packing. On a CPU both are protected, on a GPU only rows; everything
 else is refused with a message that says what was found. A backend needs an entry if
@@ -14,8 +14,9 @@ else is refused with a message that says what was found. A backend needs an entr
 - drafters use it on the V2 runner, in mode stage. They read the attention metadata of
   the target after commit, when real blocks are back in the block table. If its metadata
   builder keeps views of the block table, add it to VIEWING_BACKENDS, and run its row of
-  tests/gpu/engines.yml with NWOR_GPU_MODE=stage. If it copies the table, fewer drafts
-  are accepted, and no error says so (results/gpu_copied_table.json).
+  tests/gpu/engines.yml with NWOR_GPU_MODE=stage. Without an entry such a group uses
+  the undo log. A wrong entry, of a backend that copies the table, costs accepted
+  drafts, and no error says so (results/cases.jsonl, case `copied_table`).
 
 Nothing of vLLM is imported.
 """

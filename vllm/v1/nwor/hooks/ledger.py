@@ -58,7 +58,10 @@ AFTER_SAMPLING = (
     "vLLM calls plugins after rejection sampling, before the drafter and the "
     "connectors' saves, with the accepted tokens on the device"
 )
-STEP_ABANDONED = "vLLM notifies plugins on the runner that a step was abandoned"
+STEP_STARTS = (
+    "vLLM calls plugins on the runner when a step starts, with the scheduler's output, "
+    "and when a step was abandoned"
+)
 UNWRAPPED = "no method of the runner is wrapped"
 BLOCKS_RESERVED = (
     "plugins can reserve KV blocks: the scheduler gets fewer, the workers' tensors "
@@ -127,8 +130,9 @@ def _runner(
         row(
             "execute_model",
             ("scheduler_output",),
-            "a step starts: an open log of a failed step is discarded",
-            STEP_ABANDONED,
+            "a step starts: what a failed step left is discarded, observers get the "
+            "scheduler's output; if it fails, block tables are put back",
+            STEP_STARTS,
         ),
         row(
             "sample_tokens",
@@ -182,7 +186,7 @@ V2_PREPARE_ATTN = HookTarget(
     V2_RUNNER,
     "GPUModelRunner.prepare_attn",
     ("self", "input_batch"),
-    "begin: the slots are known, and the forward has not started",
+    "stage and begin: tables and slots are final, and the forward has not started",
     BEFORE_FORWARD,
 )
 V2_SAMPLE = HookTarget(
@@ -313,8 +317,14 @@ CHANGES = (
     Change(
         "vllm.v1.worker.block_table.BlockTable",
         "contents on the device",
-        "mode stage: from before the attention metadata is built until commit, block "
-        "tables and slot mappings of a step name shadow blocks (V1, V2)",
+        "mode stage, V1: from before the attention metadata is built until commit, "
+        "block tables and slot mappings of a step name shadow blocks",
+        BEFORE_FORWARD,
+    ),
+    Change(
+        "vllm.v1.worker.gpu.block_table.BlockTables",
+        "contents on the device",
+        "the same on V2",
         BEFORE_FORWARD,
     ),
     Change(

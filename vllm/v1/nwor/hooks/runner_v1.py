@@ -7,8 +7,9 @@ A step, and where the hooks sit (moments: step.py):
       _calc_spec_decode_metadata   which rows of the batch are drafts; block tables and
                        slots are final, attention metadata is not built yet: the Step
                        is built, tables_final
-      _model_forward   without drafts the Step is built here, tables_final; in any case
-                       before_forward, then the forward runs
+      _model_forward   in a step without drafts, if an observer wants every step, the
+                       Step is built here, tables_final; before_forward, unless no
+                       observer waits for it; then the forward runs
     sample_tokens
       _sample          rejection sampling, then sampled; after it come the drafter, the
                        connector's saves and the fence that lets blocks be reused

@@ -5,9 +5,10 @@ A step, and where the hooks sit (moments: step.py):
 
     execute_model      step_started
       prepare_attn     tables and slots are computed: the Step is built, tables_final,
-                       before_forward. A full CUDA graph is replayed later without a
-                       forward context, so this is the last place before the forward
-                       that every path passes.
+                       before_forward, unless no observer waits for it. A full CUDA
+                       graph is replayed later without a forward context, so this is
+                       the last place before the forward that every path passes. What a
+                       KV connector loads in this step comes later.
     sample_tokens
       sample           rejection sampling, then sampled; after it come the output copy,
                        the drafter and the connector's saves

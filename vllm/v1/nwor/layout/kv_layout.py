@@ -6,13 +6,13 @@ block, `run_bytes` bytes start at
 
     base + (s // N) * block_stride + h * head_stride + (s % N) * slot_stride
 
-N and the strides come from the tensor that vLLM bound to the layer. Example: N = 16,
-8 heads, K and V of 128 bf16 each, stored as [block, slot, head, 2 * 128]: the heads of
-a slot touch, so that a slot is one run of 8 * 512 bytes, slot_stride = 4096 and
-block_stride = 65536; slot 35 starts at base + 2 * 65536 + 3 * 4096. K and V of a head
-are neighbours in the last dimension (C = 2 * head size), and so are scales that a row
-holds; the older [2, block, slot, head, size] is refused. N is the block size of the
-tensor, which may be a kernel's, smaller than the scheduler's.
+N and the strides come from the tensor that vLLM bound to the layer; its block size may
+be a kernel's, smaller than the scheduler's. Example: N = 16, 8 heads, K and V of 128
+bf16 each, stored as [block, slot, head, 2 * 128]: the heads of a slot touch, so that a
+slot is one run of 8 * 512 bytes, slot_stride = 4096 and block_stride = 65536; slot 35
+starts at base + 2 * 65536 + 3 * 4096. K and V of a head are neighbours in the last
+dimension (C = 2 * head size), and so are scales that a row holds; the older [2, block,
+slot, head, size] is refused.
 
 Packed caches: for each offset in the block a list of runs. Example: CPU_ATTN, where K
 is column-major inside a block and the packing depends on the instruction set.

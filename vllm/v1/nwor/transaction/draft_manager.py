@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """DraftCommitManager: the transaction around one verification step.
 
-What commit guarantees: after it, every byte at a rejected draft's slot, in every layer
-of the manager's groups, is what it was right before the forward. Accepted drafts are
-what vLLM wrote. Of a request's blocks we write only the slots of rejected drafts (undo
-log) or of the kept rows (shadow blocks). Copies are of bytes, whatever their type is.
-There are two ways, and each KV-cache group uses one:
+What commit guarantees, unless it fails (states.py) or rejected slots are poisoned:
+every byte at a rejected draft's slot, in every layer of the manager's groups, is what
+it was right before the forward. Accepted drafts are what vLLM wrote. Of a request's
+blocks we write only the slots of rejected drafts (undo log) or of the kept rows (shadow
+blocks). Copies are of bytes, whatever their type is. All guarantees, by number:
+NWOR_IMPLEMENTATION_SUMMARY.md. There are two ways, and each window of a KV-cache group
+uses one:
 
     undo log       begin saves the old bytes of the drafts' slots, commit restores those
                    of the rejected ones (undo_log.py)

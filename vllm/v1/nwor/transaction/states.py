@@ -14,8 +14,12 @@ States:
             -abort->  IDLE     the log is dropped, the cache stays as vLLM left it
     STAGED  -commit-> IDLE     kept rows are in the real blocks, the tables are vLLM's
                                own
-            -commit-> FAILED   the tables are vLLM's own, kept rows are lost: it raises,
-                               the step's tokens must not be used
+            -commit-> FAILED   the copy failed: the tables are vLLM's own, kept rows are
+                               lost, it raises, the step's tokens must not be used; or
+                               the log's restore failed: as from LOGGED
+            -stage->  IDLE     stage failed: the tables are vLLM's own; begin logs all
+            -begin->  STAGED   also if the other drafts cannot be logged: these run as
+                               plain vLLM
             -abort->  IDLE     the tables are vLLM's own, nothing was copied: rows that
                                the step wrote to blocks with drafts go with it (such a
                                block is not full: of a partial one that vLLM caches for
@@ -27,7 +31,8 @@ Invariants, by the numbers that a failed check names:
 
     1. LOGGED has a log of 1 to `capacity` drafts; STAGED has drafts; every other state
        has none. Shadow blocks are in the tables in STAGED only.
-    2. Only a commit_failed leaves FAILED, only an over_capacity or begin_failed PLAIN.
+    2. A manager gets into FAILED by a commit_failed only, into PLAIN by an
+       over_capacity or a begin_failed only.
     3. Each entry of the log is a draft at its position in a window, or none.
     4. The tables name each layer's cache where it was bound, and its place in a row of
        the log; the places fill the row and do not overlap.
