@@ -94,6 +94,7 @@ class Step(Struct, gc=False):
     host_state_indices: the same, on the host. state_of_request: of all requests that
         the runner has, by name.
 
+    Only if an observer asks for every step:
     num_reqs, num_tokens: of the batch, without padding. request_ids: by row.
     token_ids: [>= num_tokens] int32, device. positions: the same, int64.
 

@@ -69,8 +69,7 @@ class RunnerState:
     """What the hooks keep on a model runner, as its attribute `nwor_state`.
 
     observers: from the outermost to the innermost. Any thread may remove one.
-    step: the step being made, None if no observer needs it. held: the step before its
-    successor starts: it is freed outside the hot path.
+    step: the step being made, None if no observer needs it.
     every_step: whether steps without drafts need a Step. Moments are tuples of calls.
     """
 
@@ -89,7 +88,6 @@ class RunnerState:
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self.step: Step | None = None
-        self.held: Step | None = None
         self.every_step = False
         # Kept alive: kernels in flight may still write to their pinned memory.
         self.removed: list[Observer] = []
@@ -288,7 +286,7 @@ def execute_model(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     state: RunnerState | None = runner.__dict__.get("nwor_state")
     if state is None:
         return wrapped(*args, **kwargs)
-    state.step = state.held = None
+    state.step = None
     scheduled = args[0] if args else kwargs["scheduler_output"]
     if calls := state.step_started:
         of_step = ScheduledStep(scheduled)

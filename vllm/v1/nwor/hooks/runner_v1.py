@@ -37,27 +37,27 @@ def install(module: ModuleType, builders: Sequence[shared.Builder]) -> None:
     shared.install(module, WRAPPERS, builders)
 
 
-def _step_of(runner: Any, metadata: Any) -> Step:
+def _step_of(runner: Any, metadata: Any, every_step: bool) -> Step:
     """metadata: vLLM's SpecDecodeMetadata, None in a step without drafts."""
-    batch, query_start_loc = runner.input_batch, runner.query_start_loc
-    tables, num_reqs = batch.block_table.block_tables, batch.num_reqs
+    batch = runner.input_batch
+    tables = batch.block_table.block_tables
     step = Step(
-        num_drafts=0,
-        slot_mappings=[table.slot_mapping.gpu for table in tables],
-        block_tables=[table.block_table.gpu for table in tables],
-        query_start_loc=query_start_loc.gpu,
-        seq_lens=runner.seq_lens,
-        num_reqs=num_reqs,
-        num_tokens=int(query_start_loc.np[num_reqs]),
-        request_ids=batch.req_ids,
-        token_ids=runner.input_ids.gpu,
-        positions=runner.positions,
+        0,
+        [table.slot_mapping.gpu for table in tables],
+        [table.block_table.gpu for table in tables],
+        runner.query_start_loc.gpu,
+        runner.seq_lens,
     )
     if metadata is not None:
         step.drafts_of_requests = metadata.num_draft_tokens
         step.num_drafts = sum(metadata.num_draft_tokens)
         step.logits_indices = metadata.logits_indices
         step.cu_num_logits = metadata.cu_num_sampled_tokens
+    if every_step:
+        step.num_reqs = num_reqs = batch.num_reqs
+        step.num_tokens = int(runner.query_start_loc.np[num_reqs])
+        step.request_ids = batch.req_ids
+        step.token_ids, step.positions = runner.input_ids.gpu, runner.positions
     return step
 
 
@@ -67,7 +67,7 @@ def _calc_spec_decode_metadata(
     metadata = wrapped(*args, **kwargs)
     state = runner.__dict__.get("nwor_state")
     if state is not None and state.sampled:
-        state.step = step = _step_of(runner, metadata)
+        state.step = step = _step_of(runner, metadata, state.every_step)
         for tables_final in state.tables_final:
             tables_final(step)
     return metadata
@@ -77,7 +77,7 @@ def _model_forward(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any
     state = runner.__dict__.get("nwor_state")
     if state is not None:
         if state.step is None and state.every_step:
-            state.step = _step_of(runner, None)
+            state.step = _step_of(runner, None, True)
             for tables_final in state.tables_final:
                 tables_final(state.step)
         if state.step is not None and state.step.awaits_forward:
@@ -91,7 +91,7 @@ def _sample(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     state = runner.__dict__.get("nwor_state")
     if state is None:
         return output
-    step = state.held = state.step
+    step = state.step
     if step is not None:
         state.step = acceptance = None
         if step.num_drafts > 0:

@@ -46,30 +46,28 @@ def _prepare_attn(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     if state is None or not state.sampled:
         return result
     batch = args[0] if args else kwargs["input_batch"]
-    if state.every_step or batch.num_draft_tokens > 0:
+    num_drafts, every_step = batch.num_draft_tokens, state.every_step
+    if num_drafts > 0 or every_step:
         block_tables, slot_mappings = result
         state.step = step = Step(
-            num_drafts=batch.num_draft_tokens,
-            # [groups, tokens]: indexing a row costs more than passing all of it.
-            slot_mappings=(slot_mappings,)
-            if len(block_tables) == 1
-            else slot_mappings.unbind(),
-            block_tables=block_tables,
-            query_start_loc=batch.query_start_loc,
-            seq_lens=batch.seq_lens,
-            logits_indices=batch.logits_indices,
-            cu_num_logits=batch.cu_num_logits,
+            num_drafts,
+            # [groups, tokens]: to take a row out of it costs more than to pass it.
+            (slot_mappings,) if len(block_tables) == 1 else slot_mappings.unbind(),
+            block_tables,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.logits_indices,
+            batch.cu_num_logits,
             num_leading_zeros=1,
             # Requests change their rows at each step, and keep their states' index.
             state_indices=batch.idx_mapping,
             host_state_indices=batch.idx_mapping_np,
             state_of_request=runner.req_states.req_id_to_index,
-            num_reqs=batch.num_reqs,
-            num_tokens=batch.num_tokens,
-            request_ids=batch.req_ids,
-            token_ids=batch.input_ids,
-            positions=batch.positions,
         )
+        if every_step:
+            step.num_reqs, step.num_tokens = batch.num_reqs, batch.num_tokens
+            step.request_ids = batch.req_ids
+            step.token_ids, step.positions = batch.input_ids, batch.positions
         for tables_final in state.tables_final:
             tables_final(step)
         if step.awaits_forward:
@@ -83,7 +81,7 @@ def _sample(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     state = runner.__dict__.get("nwor_state")
     if state is None:
         return result
-    step = state.held = state.step
+    step = state.step
     if step is not None:
         state.step = None
         acceptance = NumRejected(result[2]) if step.num_drafts > 0 else None
