@@ -183,6 +183,7 @@ def play(*modes: str) -> None:
         llm = LLM(**arguments)
         outputs = [llm.generate([prompt], params)[0].outputs[0] for _ in range(2)]
         del llm
+        gc.collect()  # vLLM reads its variables again once the engine is gone
         os.environ.pop("VLLM_DIST_IDENT", None)  # of the first engine
         metrics = {m.name: getattr(m, "value", 0) for m in get_metrics_snapshot()}
         print(json.dumps([[list(output.token_ids) for output in outputs], metrics]))
