@@ -6,6 +6,8 @@ from __future__ import annotations
 import logging
 import sys
 
+from ..config import NworConfig
+
 logger = logging.getLogger("vllm.v1.nwor")
 
 
@@ -22,6 +24,14 @@ def error_text(error: Exception) -> str:
     """An unexpected exception as text. Its traceback is logged at level DEBUG."""
     logger.debug("NWOR: at start-up", exc_info=True)
     return f"{type(error).__name__}: {error}"
+
+
+def report_failure(what: str, error: Exception) -> None:
+    """Logs the first failure of this kind, or raises it under VLLM_NWOR_STRICT=always.
+    Call while `error` is handled."""
+    if NworConfig.from_env().strict_steps:
+        raise error
+    log_once(what, repr(error))
 
 
 _logged: set[str] = set()

@@ -7,7 +7,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from ..base.errors import log_once
+from ..base.errors import report_failure
 from ..base.wrap import argument, install_all
 from ..config import AuditMode, Mode, NworConfig
 from ..metrics import AuditPrometheus, NworPrometheus
@@ -35,7 +35,7 @@ def _create(wrapped: Any, stat_logger: Any, args: Any, kwargs: Any) -> None:
         if config.emit_metrics and config.audit is not AuditMode.OFF:
             created.append(AuditPrometheus(classes[0], values))
     except Exception as error:
-        _report_failure("no vllm:nwor metrics", error)
+        report_failure("no vllm:nwor metrics", error)
 
 
 def _record(wrapped: Any, stat_logger: Any, args: Any, kwargs: Any) -> Any:
@@ -47,15 +47,8 @@ def _record(wrapped: Any, stat_logger: Any, args: Any, kwargs: Any) -> Any:
             for prometheus in getattr(stat_logger, "nwor_prometheus", ()):
                 prometheus.add(report, engine)
         except Exception as error:
-            _report_failure("a report was lost", error)
+            report_failure("a report was lost", error)
     return wrapped(*args, **kwargs)
-
-
-def _report_failure(what: str, error: Exception) -> None:
-    """Call while `error` is handled."""
-    if NworConfig.from_env().strict_steps:
-        raise error
-    log_once(what, repr(error))
 
 
 WRAPPERS = {RECORD: _record, CREATE_METRICS: _create}

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import metrics
-from ..base.errors import log_once
+from ..base.errors import report_failure
 from ..base.wrap import HostMismatch, argument, extend, install_all
 from ..config import Mode, NworConfig
 from . import engine_core
@@ -31,6 +31,7 @@ logger = logging.getLogger("vllm.v1.nwor")
 
 ENGINE = "vllm.v1.engine"
 FIELD = "nwor_info"
+NO_INFO = "no vllm:nwor_info before the first request"
 
 
 def install(module: ModuleType) -> None:
@@ -85,7 +86,7 @@ def _initialize_kv_caches(wrapped: Any, core: Any, args: Any, kwargs: Any) -> An
         # one. Its rows replace those of an earlier engine.
         metrics.keep_info(getattr(core, "engine_index", 0), rows)
     except Exception as error:
-        _failed(error)
+        report_failure(NO_INFO, error)
     return result
 
 
@@ -99,14 +100,8 @@ def _apply_ready_response(wrapped: Any, client: Any, args: Any, kwargs: Any) -> 
             for engine, rows in found.items():
                 metrics.keep_info(int(engine), rows)
     except Exception as error:
-        _failed(error)
+        report_failure(NO_INFO, error)
     return result
-
-
-def _failed(error: Exception) -> None:
-    if NworConfig.from_env().strict_steps:
-        raise error
-    log_once("no vllm:nwor_info before the first request", repr(error))
 
 
 WRAPPERS = {

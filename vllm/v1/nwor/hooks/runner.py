@@ -65,6 +65,9 @@ OUTWARDS = (
 )
 
 
+Calls = tuple[Callable[..., Any], ...]
+
+
 class RunnerState:
     """What the hooks keep on a model runner, as its attribute `nwor_state`.
 
@@ -73,18 +76,14 @@ class RunnerState:
     every_step: whether steps without drafts need a Step. Moments are tuples of calls.
     """
 
-    step_started: tuple[Callable[..., Any], ...]
-    tables_final: tuple[Callable[..., Any], ...]
-    before_forward: tuple[Callable[..., Any], ...]
-    sampled: tuple[Callable[..., Any], ...]
-    drafts_missed: tuple[Callable[..., Any], ...]
-    payload: tuple[Callable[..., Any], ...]
-    output_ready: tuple[Callable[..., Any], ...]
-    step_failed: tuple[Callable[..., Any], ...]
-    blocks_transferred: tuple[Callable[..., Any], ...]
-    caches_lost: tuple[Callable[..., Any], ...]
-    hooks_failed: tuple[Callable[..., Any], ...]
-    shut_down: tuple[Callable[..., Any], ...]
+    step_started: Calls
+    step_failed: Calls
+    payload: Calls
+    output_ready: Calls
+    blocks_transferred: Calls
+    caches_lost: Calls
+    hooks_failed: Calls
+    shut_down: Calls
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self.step: Step | None = None

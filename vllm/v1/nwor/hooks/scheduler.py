@@ -31,7 +31,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import commits
-from ..base.errors import log_once
+from ..base.errors import report_failure
 from ..base.wrap import Wrapped, extend, install_all
 from ..commits import Commit
 from ..config import AuditMode, NworConfig
@@ -223,11 +223,9 @@ def _schedule(wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any) -> Any:
     try:
         _inform_workers(scheduler, output, loaded)
     except Exception as error:
-        if NworConfig.from_env().strict_steps:
-            raise
         # The workers treat the new requests of this step as unknown.
         output.nwor_audit = None
-        log_once("audit: requests are not verified from here on", repr(error))
+        report_failure("audit: new requests of failed steps are unverified", error)
     return output
 
 
