@@ -525,8 +525,8 @@ def packed_layouts(draw: st.DrawFn, block_size: int, num_blocks: int) -> Layout:
 
 
 def accepted(num_drafts: int) -> st.SearchStrategy[int]:
-    """More valid tokens than rows, too, or none, as for a request whose prompt is not
-    done: the target and what is before it are committed all the same."""
+    """Also more valid tokens than rows, or none, as for a request with an unfinished
+    prompt: the target and earlier rows are still committed."""
     outside = st.sampled_from([-2, -1, num_drafts + 1, 70])
     return st.one_of(st.integers(0, num_drafts), outside)
 

@@ -54,10 +54,9 @@ METHODS = {
     COMMIT: ("StagedLayers", "commit", f"{ACCEPTED} slot"),
     UNSTAGE: ("StagedLayers", "unstage", ""),
 }
-# By which a draft's rejected bytes stay out of the cache: they are put back, or were in
-# shadow blocks.
+# The two ways to keep rejected bytes out of the cache: undo log, shadow blocks.
 FAMILIES = (LOG, RESTORE), (STAGE, COMMIT)
-# Of the runner's places for requests: their seats, some of which nobody has.
+# The seat of each state index; one has none, and some seats are outside `saved`.
 SEAT_OF_STATE = (3, -1, 0, 2, 8, 1, 4, 5)
 # What the counters are before the first step: they are added to.
 FIRST_COUNTS = torch.arange(10, 10 + NUM_COUNTERS)
