@@ -198,4 +198,6 @@ def test_a_failure_in_the_scheduler_hook_ends_no_step(strict, monkeypatch):
             assert _schedule(lambda: output, scheduler, (), {}) is output
     assert output.nwor_audit is None
     (line,) = lines
-    assert line.startswith("ERROR NWOR audit: new requests of failed steps are unverified: ")
+    assert line.startswith(
+        "ERROR NWOR audit: new requests of failed steps are unverified: "
+    )
