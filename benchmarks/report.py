@@ -203,6 +203,11 @@ def lost(runs: Sequence[Sequence[float]]) -> str:
     return f"{loss(middle)} % ({loss(found.high)} to {loss(found.low)})"
 
 
+def _ends(values: Sequence[int]) -> str:
+    """ "1 to 64"; "16" of equal ones. values: sorted."""
+    return " to ".join(map(str, sorted({values[0], values[-1]})))
+
+
 def costs(lines: Sequence[Line]) -> Iterator[dict[str, str]]:
     """A row for each vLLM, runner, drafter and mode, of the lines with the kernels that
     are in the tree; of older lines where there are no others."""
@@ -219,7 +224,7 @@ def costs(lines: Sequence[Line]) -> Iterator[dict[str, str]]:
             held = sum(one == "met" or "holds" in one for one in verdicts)
             unclear = verdicts.count("not resolved")
             missed = len(of) - held - unclear
-            spent = [host_us(line, mode) for line in of]
+            spent = sorted(round(host_us(line, mode)) for line in of)
             runs = records.ratios(of, mode)
             mark = "" if records.is_current(of[0]) else f" {reach.OLDER}"
             where = worst["key"]
@@ -227,7 +232,7 @@ def costs(lines: Sequence[Line]) -> Iterator[dict[str, str]]:
             yield {
                 "vllm": key[0] + mark,
                 "runner": f"{key[1]}, {key[2]}",
-                "batch": " to ".join(map(str, sorted({batches[0], batches[-1]}))),
+                "batch": _ends(batches),
                 "mode": mode,
                 "lost": lost(runs),
                 "control": lost(records.ratios(of, CONTROL)),
@@ -235,7 +240,7 @@ def costs(lines: Sequence[Line]) -> Iterator[dict[str, str]]:
                 f"drafts, {accepted(worst)} accepted, batch {where['batch']}, "
                 f"{device(worst)}; vLLM itself {loss(of_worst[CONTROL]['median'])} %)",
                 "budget": f"{held}, {unclear}, {f'**{missed}**' if missed else 0}",
-                "host": f"{min(spent):.0f} to {max(spent):.0f} us",
+                "host": f"{_ends(spent)} us",
                 "runs": f"{len(runs)}",
             }
 
@@ -256,6 +261,7 @@ TEMPLATES.filters |= {
 TEMPLATES.filters["own_process"] = summary.own_process
 TEMPLATES.tests["current"] = records.is_current
 TEMPLATES.globals |= {"summary": summary, "reach": reach, "mutations": _mutations}
+TEMPLATES.globals["read"] = records.read
 
 
 def rendered(view: str, lines: Sequence[Line] | None = None, **content: Any) -> str:
