@@ -24,6 +24,7 @@ invariants.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -451,9 +452,11 @@ class Engine:
         if self.has_indices:
             seats = [rows.request.index for rows in batch]
         if shadow is not None and shadow.seats is not None:
+            # Of a copy: the last step's tables may still have to be put back.
+            assigned = copy.deepcopy(shadow.seats)
             if any(rows.num_drafts for rows in batch):
-                shadow.seats.lack(np.array(seats), live)
-            seats = shadow.seats.of_state[seats].tolist()
+                assigned.lack(np.array(seats), live)
+            seats = assigned.of_state[seats].tolist()
         return [seat if 0 <= seat < self.num_seats else None for seat in seats]
 
     def _lacks_seats(self, step: Step) -> bool:
