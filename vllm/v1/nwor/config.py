@@ -64,6 +64,17 @@ class AuditMode(enum.StrEnum):
     RAISE = "raise"
 
 
+class StaleMode(enum.StrEnum):
+    """What the KV audit does with a block that other weights have written.
+
+    FIND: a finding as any other. COUNT: it is counted alone, for those who keep the
+    prefix cache across changes of the weights on purpose.
+    """
+
+    FIND = "find"
+    COUNT = "count"
+
+
 class NworConfigError(ValueError):
     """`VLLM_NWOR_*` variables hold values that are not allowed.
 
@@ -86,6 +97,7 @@ ENV_NAMES = (
     AUDIT := "VLLM_NWOR_AUDIT",
     AUDIT_MIB := "VLLM_NWOR_AUDIT_MIB",
     AUDIT_FILE := "VLLM_NWOR_AUDIT_FILE",
+    AUDIT_STALE := "VLLM_NWOR_AUDIT_STALE",
 )
 SWITCH = ("0", "1")
 # MiB of cache that the audit compares in a step, unless AUDIT_MIB is set.
@@ -107,6 +119,7 @@ class NworConfig:
     audit: AuditMode = AuditMode.OFF
     audit_mib: int = DEFAULT_AUDIT_MIB
     audit_file: str = ""
+    audit_stale: StaleMode = StaleMode.FIND
     on_reject: OnReject = OnReject.RESTORE
 
     @property
@@ -144,6 +157,7 @@ class NworConfig:
             audit=AuditMode(read.choice(AUDIT, AuditMode, "off")),
             audit_mib=DEFAULT_AUDIT_MIB if audit_mib is None else audit_mib,
             audit_file=read.env.get(AUDIT_FILE, ""),
+            audit_stale=StaleMode(read.choice(AUDIT_STALE, StaleMode, "find")),
             on_reject=OnReject(read.choice(ON_REJECT, OnReject, "restore")),
         )
         is_poison = config.on_reject is OnReject.POISON

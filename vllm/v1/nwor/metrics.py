@@ -67,8 +67,10 @@ FALLBACKS = (
 # Optional report fields: new fallbacks by reason; a GroupInfo for each group, once; the
 # audit's steps, unverified slots and findings by class.
 NEWS = ("fallbacks", "info", "audit")
+# Told from wrong_prefix on the host.
+STALE = "stale_weights"
 # The KV audit's classes of findings, in the order of FindingClass in
-# csrc/nwor/audit/audit.h, and their meaning.
+# csrc/nwor/audit/audit.h, then STALE, and their meaning.
 FINDINGS = {
     "foreign_write": "a write was planned to a block that is not the request's",
     "wrong_prefix": "a block in a request's table does not hold the request's text",
@@ -77,6 +79,7 @@ FINDINGS = {
     "handed_on": "a slot that was not committed went to a KV connector, or what came "
     "back is not what was stored",
     "never_loaded": "a load was reported done and changed nothing",
+    STALE: "a block in a request's table was computed by other weights",
 }
 # In addition to findings; names as in a payload, prefixed with vllm:nwor_audit_.
 AUDIT_COUNTERS = {

@@ -38,6 +38,7 @@ HOOKS = {
 
 # Additional hooks of the KV audit; `.hooks.scheduler` then also wraps `schedule`.
 AUDIT_HOOKS = {
+    "vllm.v1.engine.core": ".hooks.weights",
     "vllm.v1.worker.gpu_worker": ".hooks.worker",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": (
         ".hooks.connectors"

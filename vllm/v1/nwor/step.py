@@ -189,6 +189,19 @@ class RunningRequest(NamedTuple):
     is_resumed: bool
 
 
+class Weights(NamedTuple):
+    """What wrote the KV cache: the target model's weights as of a step.
+
+    epoch: number of their content, 0 for those that the engine started with. key: of
+    that content, 64 bits, 0 for epoch 0. label: the name that the user gave them with
+    vLLM's weight versions, or empty.
+    """
+
+    epoch: int = 0
+    key: int = 0
+    label: str = ""
+
+
 class Scheduled(Protocol):
     """The scheduler's output of one step. Fields are read on demand."""
 
@@ -211,6 +224,8 @@ class Scheduled(Protocol):
     def new_requests(self) -> Sequence[NewRequest]: ...
 
     def running_requests(self) -> Sequence[RunningRequest]: ...
+
+    def weights(self) -> Weights: ...
 
 
 class Transfer(NamedTuple):

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,8 +24,10 @@ from typing import Any
 
 import torch
 
-from ..metrics import FINDINGS
+from ..config import StaleMode
+from ..metrics import FINDINGS, STALE
 from ..ops import shared
+from .requests import Requests
 from .tables import MAX_KEPT, AuditedGroup
 
 logger = logging.getLogger("vllm.v1.nwor")
@@ -33,7 +35,7 @@ logger = logging.getLogger("vllm.v1.nwor")
 Slot = tuple[Sequence[torch.Tensor], torch.cuda.Event | None]
 
 CLASSES = tuple(FINDINGS)
-shared("FINDING_CLASSES", CLASSES)
+shared("FINDING_CLASSES", [kind for kind in CLASSES if kind != STALE])
 
 
 # Steps with findings in flight to the host, at most: vLLM has two steps in flight.
@@ -67,7 +69,9 @@ class Finding:
     request that the slot belongs to (foreign_write: the owner of the block). step: of
     the worker, when it was found. expected, found: identities of a text up to the slot,
     checksums of a layer's bytes, slots (foreign_write), or a slot's states (handed_on
-    without a layer: SlotState of csrc/nwor/audit/audit.h).
+    without a layer: SlotState of csrc/nwor/audit/audit.h). weights: only of
+    stale_weights: number ("epoch") and label of those that wrote the block ("written")
+    and of those that the request is computed with ("present").
     """
 
     kind: str
@@ -82,21 +86,26 @@ class Finding:
     step: int
     expected: str
     found: str
+    weights: dict[str, dict[str, Any]] | None = None
 
     def line(self) -> str:
         """One line of JSON behind what the class means."""
         return f"{self.kind}: {FINDINGS[self.kind]}: {json.dumps(asdict(self))}"
 
 
-def decode(
-    row: Sequence[int], group: AuditedGroup, name_of: Callable[[int], str | None]
-) -> Finding:
+def decode(row: Sequence[int], group: AuditedGroup, requests: Requests) -> Finding:
     """A row of `findings`, in the columns of Finding of csrc/nwor/audit/audit.h."""
     step, number, owner, position, slot, layer, num_layers = row[:7]
     writer, writer_step, *values = row[7:]
     kind, shape = CLASSES[number], group.shape
     # Slots are numbers; the others are bits.
     text = str if kind == "foreign_write" else lambda n: f"{n & (2**64 - 1):#x}"
+    expected, found = values
+    weights = None
+    if kind == "wrong_prefix":
+        weights = _other_weights(requests, owner, writer, expected, found)
+        kind = STALE if weights else kind
+    name_of = requests.name_of
     return Finding(
         kind,
         shape.group_id,
@@ -108,8 +117,29 @@ def decode(
         name_of(owner),
         Writer(name_of(writer), writer, writer_step),
         step,
-        *map(text, values),
+        text(expected),
+        text(found),
+        weights,
     )
+
+
+def _other_weights(
+    requests: Requests, owner: int, writer: int, expected: int, found: int
+) -> dict[str, dict[str, Any]] | None:
+    """Finding.weights, if nothing but the weights differs. An identity is a sum that
+    begins with the seed: two of the same text differ by their seeds."""
+    reader, author = requests.identity_of(owner), requests.identity_of(writer)
+    if reader is None or author is None or reader.weights.key == author.weights.key:
+        return None
+    if (found - expected - author.seed + reader.seed) % (1 << 64):
+        return None
+    if author._replace(weights=reader.weights) != reader:
+        return None
+    epochs = {"written": author.weights.epoch, "present": reader.weights.epoch}
+    return {
+        when: {"epoch": epoch, "label": requests.label_of(epoch)}
+        for when, epoch in epochs.items()
+    }
 
 
 @dataclass
@@ -127,14 +157,11 @@ class Outbox:
     """Findings in flight to the host. The host waits for a step's end only where it
     reads that step's output.
 
-    groups: the audited ones. name_of: the request of a generation. num_sent: calls of
-    `sent` so far.
+    groups: the audited ones. num_sent: calls of `sent` so far.
     """
 
-    def __init__(
-        self, groups: Sequence[AuditedGroup], name_of: Callable[[int], str | None]
-    ) -> None:
-        self._groups, self._name_of = groups, name_of
+    def __init__(self, groups: Sequence[AuditedGroup], requests: Requests) -> None:
+        self._groups, self._requests = groups, requests
         table = groups[0].findings
         size, is_pinned = (NUM_SLOTS, len(groups), *table.shape), table.is_cuda
         tables = torch.zeros(size, dtype=table.dtype, pin_memory=is_pinned)
@@ -191,7 +218,7 @@ class Outbox:
             if count:
                 # Threads of a GPU come in any order.
                 rows = sorted(table[1 : 1 + min(count, MAX_KEPT)].tolist())
-                found.findings += [decode(row, group, self._name_of) for row in rows]
+                found.findings += [decode(row, group, self._requests) for row in rows]
         return True
 
     def take(self, through: int, until: int | None = None) -> Found:
@@ -217,25 +244,35 @@ class Findings:
     only where no other one reads, or where it reads itself: it waits for no write.
     """
 
-    def __init__(self, path: str = "", about: Mapping[str, Any] | None = None) -> None:
-        """path: of the JSON file; empty for none. about: what it says first."""
+    def __init__(
+        self,
+        path: str = "",
+        about: Mapping[str, Any] | None = None,
+        stale: StaleMode = StaleMode.FIND,
+    ) -> None:
+        """path: of the JSON file; empty for none. about: what it says first. stale:
+        under COUNT, stale_weights is in `counts` alone."""
         self.last: deque[Finding] = deque(maxlen=MAX_KEPT)
         self.counts: Counter[str] = Counter()
         self.num_steps = self.num_unverified = self.num_lost = 0
+        self._only_counted = {STALE} if stale is StaleMode.COUNT else frozenset[str]()
         self._path = Path(path) if path else None
         self._about = about or {}
         self._lock = threading.Lock()
         self._next_line = time.monotonic() + LINE_SECONDS
         self._write()
 
-    def take_in(self, found: Found) -> None:
-        """Counts and logs what came from the device; about once a minute it says so."""
+    def take_in(self, found: Found) -> Sequence[Finding]:
+        """Counts and logs what came from the device; about once a minute it says so.
+        Returns what is not only counted."""
         with self._lock:
             self.num_steps += found.num_steps
             self.num_unverified += found.num_unverified
             self.num_lost += found.num_lost
-            if found.findings:
-                self._add(found.findings, found.num_lost)
+            self.counts.update(finding.kind for finding in found.findings)
+            kept = [one for one in found.findings if one.kind not in self._only_counted]
+            if kept:
+                self._add(kept, found.num_lost)
             now = time.monotonic()
             is_due = now >= self._next_line
             if is_due:
@@ -243,10 +280,10 @@ class Findings:
                 self._summarize()
             if is_due or found.findings:
                 self._write()
+            return kept
 
     def _add(self, found: Sequence[Finding], num_lost: int) -> None:
         self.last.extend(found)
-        self.counts.update(finding.kind for finding in found)
         for finding in found[:MAX_LINES]:
             logger.error("NWOR audit: %s", finding.line())
         num_more = len(found) - MAX_LINES + num_lost

@@ -87,7 +87,8 @@ class RunnerAudit(Observer):
             else None,
         )
         self.audit = audit
-        self.findings = Findings(path, {"audit": config.audit.value, **(about or {})})
+        about = {"audit": config.audit.value, **(about or {})}
+        self.findings = Findings(path, about, config.audit_stale)
         self._raises = config.audit is AuditMode.RAISE
         self._strict = config.strict_steps
         self._text_of = caches.text_of
@@ -168,9 +169,7 @@ class RunnerAudit(Observer):
 
     def _take(self, through: int, until: int | None = None) -> Sequence[Finding]:
         """As Outbox.take; also counts, logs and writes the findings to the file."""
-        found = self.audit.outbox.take(through, until)
-        self.findings.take_in(found)
-        return found.findings
+        return self.findings.take_in(self.audit.outbox.take(through, until))
 
     @guarded
     def _shut_down(self) -> None:

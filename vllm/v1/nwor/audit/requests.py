@@ -12,13 +12,13 @@ import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..layout.caches import Loads
 from ..ops import shared
-from ..step import NewRequest
+from ..step import NewRequest, Weights
 
 # How many names of requests are kept for findings.
 MAX_NAMES = 1 << 16
@@ -34,20 +34,37 @@ NO_FEATURES = torch.empty(0, FEATURE_COLUMNS, dtype=torch.int64)
 shared("LOADS", Loads.__members__)
 
 
+class Identity(NamedTuple):
+    """What keeps a request's blocks apart from those of the same tokens and images.
+    adapter, salt: as in NewRequest. weights: those of the step in which it came.
+    """
+
+    adapter: tuple[str, str] | None = None
+    salt: str | None = None
+    weights: Weights = Weights()
+
+    @property
+    def seed(self) -> int:
+        """H in front of the first position, an int64. 0: it has no adapter and no salt,
+        and the weights are those that the engine started with."""
+        seed = seed_of(self.adapter, self.salt) + self.weights.key
+        return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 @dataclass
 class Request:
     """A request that the runner knows.
 
     num_found: tokens that were computed when it came. loads: whether a KV connector may
-    have brought some of them. seed, features: as seed_of and features_of; with None
-    as features its identity is not looked at. seat: None until it is in a batch, and
+    have brought some of them. features: as features_of; with None its identity is not
+    looked at. seat: None until it is in a batch, and
     while another has it. was_seated: its text is chained on the device.
     """
 
     generation: int
     num_found: int
     loads: Loads
-    seed: int
+    identity: Identity
     features: torch.Tensor | None
     seat: int | None = None
     was_seated: bool = False
@@ -59,13 +76,14 @@ class Request:
 #   tokens up to the position, and where      on the device
 #   adapter: its name and its path            seed_of
 #   cache_salt: tenants share nothing         seed_of
+#   weights of the target model               Identity.seed
 #   images, audio, videos, and where          features_of
 #   prompt embeddings                         features_of: None, nothing is compared
 #
 # vLLM's own prefix cache distinguishes no more (generate_block_hash_extra_keys of its
 # v1/core/kv_cache_utils.py, in 0.26.0 to 0.33.0); before 0.31 it takes an adapter's
 # name alone. An adapter's number is not in it: the same one may come again under a new
-# number. Weights that change under their name are not seen.
+# number. An adapter that changes under its name is not seen.
 
 
 def hash_of(*parts: str | None) -> int:
@@ -105,13 +123,27 @@ class Requests(dict[str, Request]):
     def __init__(self, num_seats: int) -> None:
         super().__init__()
         self.is_changed = True
-        self._names: dict[int, str] = {}
+        self._known: dict[int, tuple[str, Identity]] = {}
+        # Of the epochs, by number, as the user named them last.
+        self._labels: dict[int, str] = {}
         self._generations = itertools.count()
         # Numbers that a runner gives come back here, too, and are given to nobody.
         self._free_seats = set(range(num_seats))
 
     def name_of(self, generation: int) -> str | None:
-        return self._names.get(generation)
+        return self._known.get(generation, (None,))[0]
+
+    def identity_of(self, generation: int) -> Identity | None:
+        found = self._known.get(generation)
+        return found and found[1]
+
+    def label_of(self, epoch: int) -> str:
+        return self._labels.get(epoch, "")
+
+    def name_weights(self, weights: Weights) -> None:
+        """Call in every step: vLLM names weights after it has changed them."""
+        if weights.label:
+            self._labels[weights.epoch] = weights.label
 
     def add(self, name: str, *about: Any) -> Request:
         """In the place of one of the same name. about: a Request's, from num_found
@@ -119,8 +151,8 @@ class Requests(dict[str, Request]):
         self.forget(name)
         generation = next(self._generations) % MAX_GENERATION + 1
         request = self[name] = Request(generation, *about)
-        self._names[generation] = name
-        self._names.pop(generation - MAX_NAMES, None)
+        self._known[generation] = name, request.identity
+        self._known.pop(generation - MAX_NAMES, None)
         self.is_changed = True
         return request
 

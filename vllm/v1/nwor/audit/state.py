@@ -29,7 +29,7 @@ from ..layout.caches import Loads
 from ..layout.tables import DeviceMemory
 from ..step import Acceptance, Scheduled, Step, Transfer
 from .findings import Outbox
-from .requests import NO_FEATURES, Request, Requests, features_of, seed_of
+from .requests import NO_FEATURES, Identity, Request, Requests, features_of
 from .tables import FILLED, GIVEN, STORED, AuditedGroup
 
 # The owner of a block that goes to another KV-cache group.
@@ -70,7 +70,7 @@ class Audit:
         self.device = memory.device
         self._ops = ops.load_builtins(self.device)
         self.requests = Requests(num_seats)
-        self.outbox = Outbox(self.groups, self.requests.name_of)
+        self.outbox = Outbox(self.groups, self.requests)
         self.step = 0
         self._is_async = is_async
         self._block_sizes = tuple(block_sizes)
@@ -134,15 +134,20 @@ class Audit:
             for copy in copied:
                 group.copy_block(*copy)
         owners: Owners = [{} for _ in self.groups]
+        weights = scheduled.weights()
+        self.requests.name_weights(weights)
         for new in scheduled.new_requests():
             source = new.num_computed, new.num_local, new.is_loaded
-            identity = seed_of(new.adapter, new.cache_salt), features_of(new)
-            self._add(owners, new.request_id, new.block_ids, *source, *identity)
+            identity = Identity(new.adapter, new.cache_salt, weights)
+            about = *source, identity, features_of(new)
+            self._add(owners, new.request_id, new.block_ids, *about)
         for name, blocks, num_computed, is_resumed in scheduled.running_requests():
             request = self.requests[name]
             if is_resumed:
                 assert blocks is not None
-                about = num_computed, None, False, request.seed, request.features
+                # It is computed again: by the weights of now.
+                identity = request.identity._replace(weights=weights)
+                about = num_computed, None, False, identity, request.features
                 self._add(owners, name, blocks, *about)
             elif blocks is not None:
                 self._give(owners, request, blocks, 0)
@@ -162,7 +167,7 @@ class Audit:
         """Adds a new or resumed request. num_local: those of the computed tokens that
         were found in the local cache, None if that is not known. A KV connector has
         loaded the others, or will in this step, which may fail. about: a Request's
-        fields, from seed on."""
+        fields, from identity on."""
         loads = self.loads
         if loads is Loads.UNKNOWN and num_local is not None:
             loads = Loads.KNOWN
@@ -326,7 +331,8 @@ class Audit:
         features = request.features
         if features is None:
             is_opaque, features = True, NO_FEATURES
-        about = request.generation, request.seed, is_opaque, request.loads, features
+        seed = request.identity.seed
+        about = request.generation, seed, is_opaque, request.loads, features
         for group in self.groups:
             self._ops.audit_seat(group.tables, tokens, request.seat, *about)
         return tokens

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from .backends import CACHE_DERIVED, DRAFT_LAYER_ATTRIBUTES, KEY_VALUE, LATENT
 from .ledger import (
+    COLLECTIVE_RPC,
     CORE_CLIENT,
     ENGINE_CORE,
     GET_OUTPUT,
+    LOAD_WEIGHTS,
     LOGGERS,
     OFFLOADING,
     SCHEDULER,
@@ -236,6 +238,16 @@ FACTS: dict[str, tuple[HookTarget | Fact, ...]] = {
         *rows_of(WORKER),
         *(row for row in rows_of(SCHEDULER) if row.for_audit),
         GET_OUTPUT,
+        COLLECTIVE_RPC,
+        LOAD_WEIGHTS,
+        Does(f"{ENGINE_CORE}:EngineCore.collective_rpc",
+             "self.model_executor.collective_rpc()"),
+        Has(f"{ENGINE_CORE}:EngineCore", "scheduler"),
+        Has(ENGINE_SCHEDULER, "running"),
+        Has(V1, "get_model"),
+        Has(V2, "get_model"),
+        Has(f"{CONFIG}.parallel:ParallelConfig", enable_eplb="bool"),
+        Has(f"{CONFIG}.offload:PrefetchOffloadConfig", offload_group_size="int"),
         Has(GPU_WORKER, "model_runner"),
         Has(f"{SCHEDULED}:SchedulerOutput", finished_req_ids="set"),
         Has(f"{SCHEDULED}:CachedRequestData", req_ids="list", new_block_ids="list",

@@ -22,8 +22,8 @@ from typing import Any
 from .. import metrics
 from ..base.errors import report_failure
 from ..base.wrap import HostMismatch, argument, extend, install_all
-from ..config import Mode, NworConfig
-from . import engine_core
+from ..config import AuditMode, Mode, NworConfig
+from . import engine_core, weights
 from .ledger import ENGINE_CORE, INITIALIZE_KV_CACHES, READY_RESPONSE
 from .runner import infos_of
 
@@ -78,6 +78,8 @@ def _initialize_kv_caches(wrapped: Any, core: Any, args: Any, kwargs: Any) -> An
     result = wrapped(*args, **kwargs)
     try:
         config = NworConfig.from_env()
+        if config.audit is not AuditMode.OFF:
+            weights.watch_core(core)
         rows: list[tuple[Any, ...]] = []
         if config.mode is not Mode.OFF and config.emit_metrics:
             # All ranks have the same groups.

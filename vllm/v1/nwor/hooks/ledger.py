@@ -91,6 +91,9 @@ REQUEST_DATA = (
 )
 OUTPUT_READ = "vLLM calls plugins when an asynchronous output is read"
 CONTENT_LOST = "vLLM notifies plugins that a KV cache lost its content"
+WEIGHTS_CHANGED = (
+    "vLLM notifies plugins that weights were changed, by whomever, with their version"
+)
 WORKER_ENDS = "vLLM notifies plugins that a worker ends"
 VARIABLES = "plugins can declare environment variables"
 IN_VLLM = "this package is a part of vLLM"
@@ -257,6 +260,24 @@ CREATE_METRICS = HookTarget(
     METRICS,
 )
 
+COLLECTIVE_RPC = HookTarget(
+    ENGINE_CORE,
+    "EngineCore.collective_rpc",
+    ("self", "method"),
+    "every RPC of the user comes through it: the weights may have changed",
+    WEIGHTS_CHANGED,
+    for_audit=True,
+)
+LOAD_WEIGHTS = HookTarget(
+    "vllm.model_executor.models.llama",
+    "LlamaForCausalLM.load_weights",
+    ("self", "weights"),
+    "replaced on the target model, of any class: frameworks call it in the worker's "
+    "process, by no RPC or by one of their own",
+    WEIGHTS_CHANGED,
+    for_audit=True,
+    on_object=True,
+)
 SCHEDULE = HookTarget(
     SCHEDULER,
     "Scheduler.schedule",
@@ -360,6 +381,21 @@ CHANGES = (
         "what only the scheduler knows about its new requests",
         REQUEST_DATA,
         True,
+    ),
+    Change(
+        "vllm.v1.core.sched.output.SchedulerOutput",
+        "nwor_weights",
+        "which weights the step's keys and values are of",
+        WEIGHTS_CHANGED,
+        True,
+    ),
+    *(
+        Change(place, "nwor_weights", why, WEIGHTS_CHANGED, True)
+        for place, why in (
+            (f"{ENGINE_CORE}.EngineCore", "the epochs of the weights"),
+            (f"{V1_RUNNER}.GPUModelRunner", "digests of the weights"),
+            (f"{V2_RUNNER}.GPUModelRunner", "the same on V2"),
+        )
     ),
     Change(
         "vllm.v1.request.Request",

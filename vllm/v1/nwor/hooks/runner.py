@@ -20,10 +20,10 @@ import torch
 
 from ..base.errors import error_text
 from ..base.wrap import HookTarget, HostMismatch, Wrapped, Wrapper, install_all
-from ..config import Mode, NworConfig
+from ..config import AuditMode, Mode, NworConfig
 from ..layout.caches import ExpectedCaches, RunnerCaches
 from ..step import Observer, Step
-from . import caches, connectors, outputs
+from . import caches, connectors, outputs, weights
 from .ledger import V1_COMMON
 from .scheduled import ScheduledStep
 
@@ -275,6 +275,8 @@ def _observed(runner: Any, config: NworConfig) -> RunnerState:
             if observer is not None:
                 observers.append(observer)
     state = RunnerState(observers)
+    if config.audit is not AuditMode.OFF:
+        weights.watch(runner)
     if state.blocks_transferred:
         connectors.watch(runner)
     return state

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ..step import NewRequest, RunningRequest
+from ..step import NewRequest, RunningRequest, Weights
 
 
 class ScheduledStep(Struct, gc=False):
@@ -45,6 +45,9 @@ class ScheduledStep(Struct, gc=False):
         # None: the scheduler could not say (scheduler.py).
         known = getattr(self.output, "nwor_audit", {})
         return [_new_request(new, known) for new in self.output.scheduled_new_reqs]
+
+    def weights(self) -> Weights:
+        return getattr(self.output, "nwor_weights", None) or Weights()
 
     def running_requests(self) -> Sequence[RunningRequest]:
         cached = self.output.scheduled_cached_reqs

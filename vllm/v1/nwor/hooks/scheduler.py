@@ -36,6 +36,7 @@ from ..base.wrap import Wrapped, extend, install_all
 from ..commits import Commit
 from ..config import AuditMode, NworConfig
 from ..metrics import Counted, NworStats
+from . import weights
 from .engine_core import block_sizes
 from .ledger import SCHEDULE, UPDATE_FROM_OUTPUT
 
@@ -219,7 +220,9 @@ def publish(
 
 def _schedule(wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any) -> Any:
     loaded = set(getattr(scheduler, "finished_recving_kv_req_ids", ()))
+    found = weights.before_schedule(scheduler)
     output = wrapped(*args, **kwargs)
+    output.nwor_weights = found
     try:
         _inform_workers(scheduler, output, loaded)
     except Exception as error:

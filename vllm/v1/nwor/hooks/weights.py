@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weight epochs: which weights of the target model wrote a block of the KV cache. Only
+for the audit.
+
+An *epoch* is one content of the target's parameters. Weights are changed in place by
+refits of reinforcement learning, by reloads, and by code that vLLM never sees; vLLM
+keeps the prefix cache. No list of method names is complete, so the content decides:
+
+    engine core  notes every RPC of the user (EngineCore.collective_rpc). Before the
+                 next step is scheduled, all workers answer what their weights are; the
+                 engine core compares the answers of all ranks, and counts the epoch.
+                 The step's SchedulerOutput takes it to the workers, in step order.
+    worker       has looked at the weights when the caches were bound. After that it
+                 reads a sample of each parameter, and every byte only if a method that
+                 is known to change weights was called, or the sample differs.
+    model        `load_weights` is wrapped on the instance: frameworks call it in the
+                 worker's process, without an RPC of a known name or without any.
+
+Equal bytes are the same epoch: after A, B, A the engine is in A's again, unless a
+request ran across one of the changes. Such a request keeps the identity that it began
+with, so blocks of that identity may hold keys and values of both.
+
+Not seen: a write to parameters that neither an RPC nor load_weights announces; weights
+outside parameters (start-up logs whether there are such: then each announced change
+counts); adapters; the drafter's weights, which do not change what the target computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable
+from functools import wraps
+from hashlib import blake2b
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from ..base.errors import report_failure
+from ..base.wrap import Wrapped, argument, install_all
+from ..step import Weights
+from .ledger import COLLECTIVE_RPC
+
+logger = logging.getLogger("vllm.v1.nwor")
+
+# RPCs that change weights, or may have: the content is then read whole.
+ANNOUNCING = frozenset(
+    {
+        "finish_weight_update",
+        "load_weights",
+        "reload_weights",
+        "reset_weights",
+        "start_weight_update",
+        "update_weights",
+    }
+)
+FAILED = "audit: the weights could not be read; findings do not say stale_weights"
+# vLLM's label until somebody sets one.
+NO_LABEL = "default"
+# Words of 8 bytes of each parameter that a sample has, and of each part of a digest.
+SAMPLE_WORDS = 16
+_PART_WORDS = 1 << 20
+
+# Calls of load_weights in this process, on models that are watched.
+_num_loads = 0
+# Engine cores of this process.
+_cores: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def install(module: ModuleType) -> None:
+    """Wraps the engine core in `module`. Raises HostMismatch."""
+    install_all(module, WRAPPERS)
+
+
+# -- the worker ------------------------------------------------------------------------
+
+
+class Seen(NamedTuple):
+    """A worker's answer. at_start, content: digests. is_whole: whether all weights are
+    in parameters."""
+
+    at_start: str
+    content: str
+    is_whole: bool
+
+
+class ModelWeights:
+    """The parameters of a worker's target model.
+
+    is_whole: all weights are in them, and can be read. is_loaded: load_weights was
+    called since the last look.
+    """
+
+    def __init__(self, model: torch.nn.Module, moves: bool = False) -> None:
+        """moves: vLLM moves weights between parameters: their content says nothing."""
+        self._model, self._moves = model, moves
+        self.is_loaded = False
+        self._num_changes = 0
+        # Where a backend has packed weights, their parameter keeps no element.
+        parameters = self._parameters()
+        self.is_whole = len(parameters) == sum(1 for _ in model.parameters())
+        self._sample = sample(parameters)
+        self.at_start = self._content = digest(parameters)
+
+    def _parameters(self) -> list[tuple[str, torch.Tensor]]:
+        found = () if self._moves else self._model.named_parameters()
+        return [(name, one) for name, one in found if not one.is_meta and one.numel()]
+
+    def look(self, is_announced: bool) -> Seen:
+        """What the weights are now. Waits for the device."""
+        is_announced |= self.is_loaded
+        self.is_loaded = False
+        parameters = self._parameters()
+        now = sample(parameters)
+        if is_announced or not torch.equal(now, self._sample):
+            self._sample = now
+            self._num_changes += not self.is_whole
+            self._content = digest(parameters)
+            if self._num_changes:
+                self._content += f", change {self._num_changes}"
+        return Seen(self.at_start, self._content, self.is_whole)
+
+
+def watch(runner: Any) -> None:
+    """Call when the caches of a runner are bound: the weights are the first epoch's.
+    Raises nothing, unless under VLLM_NWOR_STRICT=always."""
+    try:
+        _watch(runner)
+    except Exception as error:
+        report_failure(FAILED, error)
+
+
+def _watch(runner: Any) -> None:
+    model, config = runner.get_model(), runner.vllm_config
+    offloading = getattr(config, "offload_config", None)
+    prefetches = getattr(getattr(offloading, "prefetch", None), "offload_group_size", 0)
+    moves = config.parallel_config.enable_eplb or prefetches > 0
+    found = runner.nwor_weights = ModelWeights(model, moves)
+    if not found.is_whole:
+        logger.warning(
+            "NWOR audit: the content of some weights cannot be read (%s): loading the "
+            "same weights again counts as a change",
+            "vLLM moves them" if moves else "they are outside the model's parameters",
+        )
+    load = model.load_weights
+
+    @wraps(load)
+    def load_weights(*args: Any, **kwargs: Any) -> Any:
+        global _num_loads
+        _num_loads += 1  # also of a load that fails half way
+        found.is_loaded = True
+        return load(*args, **kwargs)
+
+    model.load_weights = load_weights
+
+
+def look(worker: Any, is_announced: bool) -> Seen | None:
+    """Runs in a worker. None: its audit is off."""
+    found = getattr(worker.model_runner, "nwor_weights", None)
+    return found and found.look(is_announced)
+
+
+def words_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Its bytes as [n] int64; the last word is filled with zeros."""
+    data = parameter.detach()
+    if not data.is_contiguous():
+        data = data.contiguous()
+    data = data.view(-1).view(torch.uint8)
+    if data.numel() % 8:
+        data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
+    elif data.storage_offset() % 8:
+        data = data.clone()
+    return data.view(torch.int64)
+
+
+def sample(parameters: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
+    """SAMPLE_WORDS of each parameter, evenly spaced, in one tensor on its device."""
+    found: list[torch.Tensor] = []
+    for _, parameter in parameters:
+        words = words_of(parameter)
+        words = words[:: max(len(words) // SAMPLE_WORDS, 1)][:SAMPLE_WORDS]
+        found.append(words.to(found[0].device if found else words.device))
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+
+
+def digest(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Of all bytes, with their places, shapes and types. Waits for the device once."""
+    about: list[tuple[Any, ...]] = []
+    sums: list[torch.Tensor] = []
+    factors: dict[torch.device, torch.Tensor] = {}
+    for name, parameter in parameters:
+        about.append((name, tuple(parameter.shape), str(parameter.dtype)))
+        words = words_of(parameter)
+        if words.device not in factors:
+            seeded = torch.Generator().manual_seed(0)
+            top = torch.iinfo(torch.int64).max
+            odd = torch.randint(top, (_PART_WORDS,), generator=seeded) | 1
+            factors[words.device] = odd.to(words.device)
+        of_place = factors[words.device]
+        total = torch.zeros((), dtype=torch.int64, device=words.device)
+        for part in words.split(_PART_WORDS):
+            total = total * of_place[-1] + (part * of_place[: len(part)]).sum()
+        sums.append(total.to(sums[0].device if sums else total.device))
+    numbers = torch.stack(sums).tolist() if sums else []
+    return blake2b(repr((about, numbers)).encode(), digest_size=16).hexdigest()
+
+
+# -- the engine core -------------------------------------------------------------------
+
+
+class Epochs:
+    """The epochs of one engine.
+
+    routes: what may have changed the weights since the last look.
+    """
+
+    def __init__(self, core: Any) -> None:
+        self._core = weakref.proxy(core)
+        self.routes: list[str] = []
+        self._num_loads = _num_loads
+        self.current = Weights()
+        self._content: Any = None
+        # By content, the epoch that it had last. Epochs whose blocks may hold keys and
+        # values of other weights, too, do not come back.
+        self._epochs: dict[Any, Weights] = {}
+        self._mixed: set[int] = set()
+        self._num_epochs = 1
+
+    def before_step(self, is_running: bool) -> Weights:
+        """What the next step's weights are. is_running: whether requests are in flight,
+        which then run across a change."""
+        if self.routes or self._num_loads != _num_loads:
+            routes = self.routes + ["load_weights"] * (self._num_loads != _num_loads)
+            self.routes, self._num_loads = [], _num_loads
+            self._look(list(dict.fromkeys(routes)), is_running)
+        label = getattr(self._core, "_weight_version", NO_LABEL)
+        label = label if isinstance(label, str) and label != NO_LABEL else ""
+        if label != self.current.label:
+            self.current = self.current._replace(label=label)
+        return self.current
+
+    def _look(self, routes: list[str], is_running: bool) -> None:
+        is_announced = not ANNOUNCING.isdisjoint(routes)
+        executor = self._core.model_executor
+        found = [*filter(None, executor.collective_rpc(look, args=(is_announced,)))]
+        if not found:
+            return
+        if self._content is None:
+            self._content = tuple(one.at_start for one in found)
+            self._epochs[self._content] = self.current
+        content = tuple(one.content for one in found)
+        if content == self._content:
+            return
+        if is_running:
+            self._mixed.add(self.current.epoch)
+        before = self._epochs.get(content)
+        if before is not None and before.epoch not in self._mixed:
+            self.current = before
+        else:
+            number, self._num_epochs = self._num_epochs, self._num_epochs + 1
+            text = repr(("weights", content, number)).encode()
+            key = int.from_bytes(blake2b(text, digest_size=8).digest(), "little") | 1
+            self.current = Weights(number, key)
+        self._content = content
+        self._epochs[content] = self.current
+        logger.info(
+            "NWOR audit: the weights changed (%s): epoch %d%s",
+            ", ".join(routes),
+            self.current.epoch,
+            "; requests in flight keep their identity" if is_running else "",
+        )
+
+
+def watch_core(core: Any) -> None:
+    """Call when the workers of an engine core have bound their caches."""
+    core.nwor_weights = Epochs(core)
+    _cores.add(core)
+
+
+def before_schedule(scheduler: Any) -> Weights:
+    """Call before a step is scheduled: no worker sleeps then. Raises nothing, unless
+    under VLLM_NWOR_STRICT=always."""
+    of_it = (one for one in _cores if getattr(one, "scheduler", None) is scheduler)
+    epochs: Epochs | None = getattr(next(of_it, None), "nwor_weights", None)
+    if epochs is None:
+        return Weights()
+    try:
+        return epochs.before_step(bool(scheduler.running))
+    except Exception as error:
+        report_failure(FAILED, error)
+        return epochs.current
+
+
+def _collective_rpc(wrapped: Wrapped, core: Any, args: Any, kwargs: Any) -> Any:
+    method = argument(COLLECTIVE_RPC, "method", args, kwargs)
+    epochs = getattr(core, "nwor_weights", None)
+    if epochs is not None:  # also if the call fails half way
+        name = method if isinstance(method, str) else getattr(method, "__name__", "rpc")
+        epochs.routes.append(name)
+    return wrapped(*args, **kwargs)
+
+
+WRAPPERS = {COLLECTIVE_RPC: _collective_rpc}
