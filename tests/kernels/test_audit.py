@@ -44,7 +44,7 @@ from vllm_nwor.audit.observer import RunnerAudit
 from vllm_nwor.audit.state import Audit
 from vllm_nwor.audit.tables import AuditedGroup, GroupShape, num_bytes
 from vllm_nwor.base.errors import GroupRefused
-from vllm_nwor.config import AuditMode, NworConfig, NworConfigError
+from vllm_nwor.config import AuditMode, NworConfig, NworConfigError, StaleMode
 from vllm_nwor.hooks import caches, connectors, runner_v1, runner_v2, worker
 from vllm_nwor.hooks.runner import RunnerState, execute_model, sample_tokens
 from vllm_nwor.hooks.scheduled import ScheduledStep
@@ -173,7 +173,9 @@ class World:
         text_of = caches._text_of_v2 if self.is_v2 else caches._text_of_v1
         return RunnerAudit(
             self.audit,
-            SimpleNamespace(audit=self.mode, strict_steps=self.strict),
+            SimpleNamespace(
+                audit=self.mode, audit_stale=StaleMode.FIND, strict_steps=self.strict
+            ),
             SimpleNamespace(
                 limits=SimpleNamespace(loads=self.loads),
                 text_of=partial(text_of, self.runner),

@@ -13,6 +13,7 @@ from vllm_nwor.config import (
     NworConfig,
     NworConfigError,
     OnReject,
+    StaleMode,
     Strict,
 )
 
@@ -20,7 +21,7 @@ from vllm_nwor.config import (
 @pytest.mark.parametrize("empty", [{}, dict.fromkeys(ENV_NAMES, "")])
 def test_an_empty_environment_means_off_with_metrics(empty):
     steps = (Mode.OFF, True, Strict.NEVER, False, None, None)
-    audit = (AuditMode.OFF, 32, "")
+    audit = (AuditMode.OFF, 32, "", StaleMode.FIND)
     assert NworConfig.from_env(empty) == NworConfig(*steps, *audit, OnReject.RESTORE)
 
 
@@ -29,11 +30,13 @@ def test_every_variable_is_read():
         *("MODE=stage", "EMIT_METRICS=0", "STRICT=1", "DEBUG_SYNC=1"),
         *("MAX_LOG_ROWS=64", "SHADOW_BLOCKS=12"),
         *("AUDIT=raise", "AUDIT_MIB=0", "AUDIT_FILE=found.json"),
+        "AUDIT_STALE=count",
     )
     config = NworConfig.from_env(dict(f"VLLM_NWOR_{one}".split("=") for one in given))
 
     steps = (Mode.STAGE, False, Strict.STARTUP, True, 64, 12)
-    assert config == NworConfig(*steps, AuditMode.RAISE, 0, "found.json")
+    audit = (AuditMode.RAISE, 0, "found.json", StaleMode.COUNT)
+    assert config == NworConfig(*steps, *audit)
 
 
 @pytest.mark.parametrize(

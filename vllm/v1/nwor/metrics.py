@@ -86,6 +86,18 @@ AUDIT_COUNTERS = {
     "steps": "Steps that the KV audit has looked at; reported once a second.",
     "unverified": "Slots that a request took over and that cannot be audited.",
 }
+# What changed weights: a method of vLLM, or an RPC of another name.
+WEIGHT_ROUTES = (
+    "finish_weight_update",
+    "load_weights",
+    "reload_weights",
+    "reset_weights",
+    "start_weight_update",
+    "update_weights",
+    "rpc",
+)
+WEIGHT_CHANGES = "weight_changes"
+WEIGHT_CHANGES_HELP = "Changes of the target model's weights, by the call that did it."
 FALLBACKS_HELP = "Steps that did not run as nwor_info says, by reason."
 INFO_HELP = "1 for each KV-cache group: the mode asked for and the one in use."
 ENGINE_LABELS = ("model_name", "engine")
@@ -142,7 +154,8 @@ class NworStats:
     """One scheduler's counts.
 
     report: the increments not yet sent to the front end, as plain data: "counts" in the
-        order of SERIES and, by name, the optional fields of a payload (NEWS).
+        order of SERIES and, by name, the optional fields of a payload (NEWS) and
+        WEIGHT_CHANGES by route.
     """
 
     def __init__(self, num_sampled: int = 1, trims_drafts: bool = False) -> None:
@@ -159,6 +172,12 @@ class NworStats:
         """Counts it `num` times, and logs the first one of its kind."""
         self._add([*_NOTHING[1:], num])
         log_once(f"breach of the {kind} identity", found)
+
+    def weights_changed(self, route: str) -> None:
+        """Counts it. route: one of WEIGHT_ROUTES."""
+        self._add([*_NOTHING])
+        changes = Counter(self.report.get(WEIGHT_CHANGES, {})) + Counter([route])
+        self.report[WEIGHT_CHANGES] = dict(changes)
 
     def add_step(self, payload: Any, counted: Any, scheduled: Scheduled) -> None:
         """Adds one processed output. Raises TypeError or ValueError if the payload is
@@ -365,6 +384,11 @@ class AuditPrometheus:
             name: create(counter_cls, f"audit_{name}", text)
             for name, text in AUDIT_COUNTERS.items()
         }
+        changes = create(counter_cls, WEIGHT_CHANGES, WEIGHT_CHANGES_HELP, "route")
+        self._changes = {
+            engine: {route: changes.labels(*values, route) for route in WEIGHT_ROUTES}
+            for engine, values in label_values.items()
+        }
         # Engine index -> counters by the names of a payload.
         self._counters = {
             engine: {name: found.labels(*values) for name, found in others.items()}
@@ -375,3 +399,5 @@ class AuditPrometheus:
     def add(self, report: Mapping[str, Any], engine: int) -> None:
         for name, count in report.get("audit", {}).items():
             self._counters[engine][name].inc(count)
+        for route, count in report.get(WEIGHT_CHANGES, {}).items():
+            self._changes[engine][route].inc(count)

@@ -204,6 +204,49 @@ def scribbled_hit(bench: Bench) -> Sequence[int]:
     return slots
 
 
+def _change(parameter: torch.Tensor) -> None:
+    parameter.data.add_(0.25)
+
+
+def _stale_hit(bench: Bench, changes: Callable[[], Any]) -> Sequence[int]:
+    """A request finds its prefix in the cache, after `changes` to the weights."""
+    changes()
+    return _hit(bench, lambda blocks: blocks[0])
+
+
+def refit(bench: Bench) -> Sequence[int]:
+    """An RPC copies into a parameter, and the prefix cache is kept."""
+
+    def receive(worker: Any) -> None:
+        _change(next(worker.model_runner.get_model().parameters()))
+
+    return _stale_hit(bench, lambda: bench.llm.collective_rpc(receive))
+
+
+def loaded_in_process(bench: Bench) -> Sequence[int]:
+    """Without an RPC, the model's load_weights changes one."""
+    model = bench.runner.get_model()
+    name, parameter = next(iter(model.named_parameters()))
+    other = parameter.data + 0.25
+    return _stale_hit(bench, lambda: model.load_weights([(name, other)]))
+
+
+def back_and_forth(bench: Bench) -> Sequence[int]:
+    """The first weights come back, after others that a running request has used."""
+    parameter = next(bench.runner.get_model().parameters())
+    before = parameter.data.clone()
+
+    def change(worker: Any) -> None:
+        _change(parameter)
+
+    def undo(worker: Any) -> None:
+        parameter.data.copy_(before)
+
+    bench.llm.collective_rpc(change)
+    bench.step()
+    return _stale_hit(bench, lambda: bench.llm.collective_rpc(undo))
+
+
 def _first_step(bench: Bench, length: int, layers: slice) -> Sequence[int]:
     """One step of a request, which `layers` do not write."""
     modules = bench.runner.compilation_config.static_forward_context
@@ -298,4 +341,8 @@ FAULTS: dict[Callable[[Bench], Sequence[int]], Expected] = {
     foreign_store: Expected("handed_on", None, "two"),
     spoilt_load: Expected("handed_on", 1, "one"),
     idle_load: Expected("never_loaded", 0, "again"),
+    # Last: what they change stays.
+    back_and_forth: Expected("stale_weights", None, "one"),
+    refit: Expected("stale_weights", None, "one"),
+    loaded_in_process: Expected("stale_weights", None, "one"),
 }

@@ -39,23 +39,16 @@ import torch
 
 from ..base.errors import report_failure
 from ..base.wrap import Wrapped, argument, install_all
+from ..metrics import WEIGHT_ROUTES
 from ..step import Weights
 from .ledger import COLLECTIVE_RPC
 
 logger = logging.getLogger("vllm.v1.nwor")
 
 # RPCs that change weights, or may have: the content is then read whole.
-ANNOUNCING = frozenset(
-    {
-        "finish_weight_update",
-        "load_weights",
-        "reload_weights",
-        "reset_weights",
-        "start_weight_update",
-        "update_weights",
-    }
-)
-FAILED = "audit: the weights could not be read; findings do not say stale_weights"
+*ANNOUNCING, OTHER_RPC = WEIGHT_ROUTES
+FAILED = "audit: the weights cannot be read; their changes are not noticed"
+UNREAD = "audit: the weights could not be read; this counts as a change of them"
 # vLLM's label until somebody sets one.
 NO_LABEL = "default"
 # Words of 8 bytes of each parameter that a sample has, and of each part of a digest.
@@ -212,12 +205,14 @@ def digest(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
 class Epochs:
     """The epochs of one engine.
 
-    routes: what may have changed the weights since the last look.
+    routes: what may have changed the weights since the last look. changes: the route
+    of each change that was not reported yet.
     """
 
     def __init__(self, core: Any) -> None:
         self._core = weakref.proxy(core)
         self.routes: list[str] = []
+        self.changes: list[str] = []
         self._num_loads = _num_loads
         self.current = Weights()
         self._content: Any = None
@@ -241,15 +236,22 @@ class Epochs:
         return self.current
 
     def _look(self, routes: list[str], is_running: bool) -> None:
-        is_announced = not ANNOUNCING.isdisjoint(routes)
+        announced = [route for route in routes if route in ANNOUNCING]
+        is_announced = len(announced) > 0
         executor = self._core.model_executor
-        found = [*filter(None, executor.collective_rpc(look, args=(is_announced,)))]
-        if not found:
-            return
-        if self._content is None:
-            self._content = tuple(one.at_start for one in found)
-            self._epochs[self._content] = self.current
-        content = tuple(one.content for one in found)
+        content: Any
+        try:
+            answers = executor.collective_rpc(look, args=(is_announced,))
+            found = [answer for answer in answers if answer is not None]
+            if not found:
+                return
+            if self._content is None:
+                self._content = tuple(one.at_start for one in found)
+                self._epochs[self._content] = self.current
+            content = tuple(one.content for one in found)
+        except Exception as error:
+            report_failure(UNREAD, error)
+            content = self._num_epochs  # of no content
         if content == self._content:
             return
         if is_running:
@@ -264,6 +266,7 @@ class Epochs:
             self.current = Weights(number, key)
         self._content = content
         self._epochs[content] = self.current
+        self.changes.append(announced[-1] if announced else OTHER_RPC)
         logger.info(
             "NWOR audit: the weights changed (%s): epoch %d%s",
             ", ".join(routes),
@@ -278,18 +281,16 @@ def watch_core(core: Any) -> None:
     _cores.add(core)
 
 
-def before_schedule(scheduler: Any) -> Weights:
-    """Call before a step is scheduled: no worker sleeps then. Raises nothing, unless
-    under VLLM_NWOR_STRICT=always."""
+def before_schedule(scheduler: Any) -> tuple[Weights, list[str]]:
+    """Call before a step is scheduled: no worker sleeps then. Returns its weights, and
+    the routes of changes. Raises nothing, unless under VLLM_NWOR_STRICT=always."""
     of_it = (one for one in _cores if getattr(one, "scheduler", None) is scheduler)
     epochs: Epochs | None = getattr(next(of_it, None), "nwor_weights", None)
     if epochs is None:
-        return Weights()
-    try:
-        return epochs.before_step(bool(scheduler.running))
-    except Exception as error:
-        report_failure(FAILED, error)
-        return epochs.current
+        return Weights(), []
+    epochs.before_step(bool(scheduler.running))
+    changes, epochs.changes = epochs.changes, []
+    return epochs.current, changes
 
 
 def _collective_rpc(wrapped: Wrapped, core: Any, args: Any, kwargs: Any) -> Any:

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Epochs of weights: when the engine core sees a change, and what a digest tells apart.
+On real engines: tests/integration/test_weights.py."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_nwor.audit.findings import decode
+from vllm_nwor.audit.requests import Identity, Requests, seed_of
+from vllm_nwor.base import errors
+from vllm_nwor.hooks import weights
+from vllm_nwor.hooks.weights import ModelWeights, digest, sample
+from vllm_nwor.layout.caches import Loads
+from vllm_nwor.step import Weights
+
+
+class Model(torch.nn.Module):
+    """Parameters of several types, of odd sizes and of zero dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Parameter(torch.randn(40, 17).bfloat16())
+        self.scale = torch.nn.Parameter(torch.randn(()))
+        self.packed = torch.nn.Parameter(
+            torch.randint(0, 255, (7, 3), dtype=torch.uint8), requires_grad=False
+        )
+        self.turned = torch.nn.Parameter(torch.randn(8, 6).t())
+
+    def load_weights(self, found):
+        for name, value in found:
+            self.get_parameter(name).data.copy_(value)
+
+
+def of(model):
+    return digest(model.named_parameters())
+
+
+# --- digests --------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_changed_byte_is_another_digest(data):
+    model = Model()
+    before = of(model)
+    _, parameter = data.draw(st.sampled_from([*model.named_parameters()]))
+    copy = parameter.detach().clone(memory_format=torch.contiguous_format)
+    flat = copy.view(-1).view(torch.uint8)
+    flat[data.draw(st.integers(0, flat.numel() - 1))] ^= 1 << data.draw(
+        st.integers(0, 7)
+    )
+    parameter.data.copy_(copy)
+    assert of(model) != before
+    assert of(Model()) == before
+
+
+def test_values_that_change_places_are_another_digest(monkeypatch):
+    monkeypatch.setattr(weights, "_PART_WORDS", 4)  # parts change places, too
+    values = torch.arange(64, dtype=torch.int64)
+    found = {digest([("a", values), ("b", values + 1)])}
+    found |= {digest([("b", values), ("a", values + 1)])}
+    found |= {digest([("a", values.view(8, 8)), ("b", values + 1)])}
+    found |= {digest([("a", values.flip(0)), ("b", values + 1)])}
+    found |= {digest([("a", values.roll(4)), ("b", values + 1)])}
+    assert len(found) == 5
+
+
+def test_a_sample_has_words_of_every_parameter():
+    """16 of 8 bytes; of a small one all. Each element of those is seen."""
+    model = Model()
+    before = sample(model.named_parameters())
+    assert len(before) == 16 + 1 + 3 + 16
+    for parameter in (model.scale, model.packed, model.turned):
+        model.load_state_dict(Model().state_dict())
+        parameter.data.add_(1)
+        assert not torch.equal(sample(model.named_parameters()), before)
+
+
+# --- epochs ---------------------------------------------------------------------------
+
+
+class Core:
+    """An engine core of several ranks, which calls as vLLM's does."""
+
+    def __init__(self, num_ranks=2):
+        self.models = [Model() for _ in range(num_ranks)]
+        runners = []
+        for model in self.models:
+            runner = SimpleNamespace(
+                get_model=lambda model=model: model,
+                vllm_config=SimpleNamespace(
+                    parallel_config=SimpleNamespace(enable_eplb=False)
+                ),
+            )
+            weights.watch(runner)
+            runners.append(runner)
+        self.workers = [SimpleNamespace(model_runner=runner) for runner in runners]
+        self.model_executor = self
+        self.scheduler = SimpleNamespace(running=[])
+        self.num_looks = 0
+        weights.watch_core(self)
+
+    def collective_rpc(self, method, args=()):
+        self.num_looks += 1
+        return [method(worker, *args) for worker in self.workers]
+
+    def rpc(self, name, change=lambda core: None):
+        """A user's."""
+        weights._collective_rpc(lambda *args: change(self), self, (name,), {})
+
+    def epoch(self, running=False):
+        self.scheduler.running = [1] * running
+        found, self.changes = weights.before_schedule(self.scheduler)
+        return found.epoch
+
+
+def write(value, *ranks):
+    def change(core):
+        for rank in ranks or range(len(core.models)):
+            core.models[rank].scale.data.fill_(value)
+
+    return change
+
+
+def test_content_decides_and_old_content_is_its_old_epoch():
+    core = Core()
+    assert core.epoch() == 0
+    start = core.models[0].scale.item()
+    assert core.num_looks == 0  # no call of the user: no look
+    core.rpc("probe")
+    assert (core.epoch(), core.num_looks, core.changes) == (0, 1, [])
+    core.rpc("receive", write(2))
+    core.rpc("receive", write(3))
+    assert (core.epoch(), core.num_looks, core.changes) == (1, 2, ["rpc"])
+    core.rpc("reload_weights", write(start))
+    assert (core.epoch(), core.changes) == (0, ["reload_weights"])
+    core.rpc("receive", write(3))
+    assert core.epoch() == 1
+
+
+def test_one_rank_is_enough():
+    core = Core()
+    core.rpc("receive", write(2, 1))
+    assert core.epoch() == 1
+
+
+def test_weights_that_requests_ran_across_do_not_come_back():
+    core = Core()
+    start = core.models[0].scale.item()
+    core.rpc("receive", write(2))
+    assert core.epoch(running=True) == 1
+    core.rpc("receive", write(start))
+    assert core.epoch() == 2
+    core.rpc("receive", write(2))
+    assert core.epoch() == 1  # nothing ran when it ended
+    core.rpc("receive", write(start))
+    assert core.epoch() == 2
+
+
+def test_a_load_in_this_process_needs_no_rpc():
+    core = Core()
+    for model in core.models:
+        model.load_weights([("scale", torch.tensor(7.0))])
+    assert (core.epoch(), core.changes) == (1, ["load_weights"])
+    with pytest.raises(AttributeError):
+        core.models[0].load_weights([("scale", torch.tensor(8.0)), ("nothing", 0)])
+    assert core.epoch() == 2
+
+
+def test_an_rpc_that_fails_half_way_may_have_changed_weights():
+    core = Core()
+
+    def change(core):
+        write(2)(core)
+        raise OSError("half way")
+
+    with pytest.raises(OSError, match="half way"):
+        core.rpc("receive", change)
+    assert core.epoch() == 1
+
+
+def test_where_content_cannot_be_read_each_announced_change_counts():
+    model = Model()
+    model.embedding.data = torch.empty(0)
+    one = ModelWeights(model)
+    assert not one.is_whole
+    core = Core(1)
+    core.workers[0].model_runner.nwor_weights = one
+    core.rpc("probe")
+    assert core.epoch() == 0
+    for number in (1, 2):
+        core.rpc("update_weights")
+        assert core.epoch() == number
+
+
+def test_the_label_is_that_of_now():
+    core = Core()
+    core._weight_version = "default"
+    assert weights.before_schedule(core.scheduler)[0] == Weights()
+    core.rpc("update_weights", write(2))
+    core.epoch()
+    core._weight_version = "step-2"  # vLLM sets it behind the update
+    found, _ = weights.before_schedule(core.scheduler)
+    assert (found.epoch, found.label) == (1, "step-2")
+
+
+@pytest.mark.parametrize("strict", ["0", "always"])
+def test_a_look_that_fails_ends_no_engine(strict, monkeypatch, caplog):
+    monkeypatch.setenv("VLLM_NWOR_STRICT", strict)
+    monkeypatch.setattr(errors, "_logged", set())
+    core = Core()
+    core.rpc("receive", write(2))
+    core.workers = None
+    if strict == "always":
+        with pytest.raises(TypeError):
+            core.epoch()
+        return
+    assert core.epoch() == 1  # a change, once
+    assert core.epoch() == 1
+    assert "the weights could not be read" in caplog.text
+
+
+# --- identities -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", [0, 1, 2**63, 2**64 - 1])
+def test_a_seed_is_an_int64_and_the_first_epochs_is_the_adapters(key):
+    adapter = ("name", "/path")
+    for of_request in (Identity(), Identity(adapter, "salt")):
+        identity = of_request._replace(weights=Weights(1, key))
+        assert -(2**63) <= identity.seed < 2**63
+        own = seed_of(*of_request[:2])
+        assert (identity.seed - own - key) % 2**64 == 0
+
+
+@pytest.mark.parametrize(
+    ("writer", "shift", "kind"),
+    [
+        (Identity(weights=Weights(1, 77)), 0, "stale_weights"),
+        (Identity(weights=Weights(1, 77)), 1, "wrong_prefix"),  # of another text
+        (Identity(("other", "/"), None, Weights(1, 77)), 0, "wrong_prefix"),
+        (Identity(None, "salt", Weights(1, 77)), 0, "wrong_prefix"),
+        (Identity(None, "salt"), 0, "wrong_prefix"),
+    ],
+)
+def test_other_weights_are_told_from_another_text(writer, shift, kind):
+    requests = Requests(4)
+    reader = Identity(weights=Weights(2, -(2**62) % 2**64))
+    requests.name_weights(Weights(2, reader.weights.key, "step-2"))
+    ids = [
+        requests.add(name, 0, Loads.NONE, identity, None).generation
+        for name, identity in (("writer", writer), ("reader", reader))
+    ]
+    text = 123456789
+    expected, found = text + reader.seed, text + writer.seed + shift
+    number = 1  # wrong_prefix
+    row = (9, number, ids[1], 0, 32, -1, 0, ids[0], 5, expected, found)
+    group = SimpleNamespace(shape=SimpleNamespace(group_id=0, block_size=16))
+    finding = decode(row, group, requests)
+    assert (finding.kind, finding.owner, finding.writer.request) == (
+        kind,
+        "reader",
+        "writer",
+    )
+    assert finding.weights == (
+        {
+            "written": {"epoch": 1, "label": ""},
+            "present": {"epoch": 2, "label": "step-2"},
+        }
+        if kind == "stale_weights"
+        else None
+    )
