@@ -51,7 +51,7 @@ from vllm_nwor.hooks.scheduled import ScheduledStep
 from vllm_nwor.layout.caches import ExpectedCaches, ExpectedLayer, Loads
 from vllm_nwor.layout.kv_layout import packed_layout, row_layout
 from vllm_nwor.layout.tables import DeviceMemory, LayerCache
-from vllm_nwor.step import Observer, Transfer, Undone
+from vllm_nwor.step import Observer, Transfer, Undone, Weights
 
 N = 4  # slots a block
 NUM_BLOCKS = 16
@@ -156,6 +156,7 @@ class World:
         args = groups, self.budget, 4, [N] * self.num_groups, memory
         self.audit = Audit(*args, self.loads)
         self.requests, self.numbers, self.local = {}, {}, {}
+        self.weights = Weights()
         self.news, self.finished, self.copied, self.preempted = [], [], [], set()
         self.texts = torch.zeros(4, self.max_tokens, dtype=torch.int32).to(self.device)
         self.runner = Runner(
@@ -310,6 +311,7 @@ class World:
         scheduled.kv_cache_block_copies = self.copied
         known = {name: (None, num, True) for name, num in self.local.items()}
         scheduled.nwor_audit = known if self.can_say else None
+        scheduled.nwor_weights = self.weights
         drafts = {name: work.drafts for name, work in works.items() if work.drafts}
         scheduled.scheduled_spec_decode_tokens = drafts
         self.news, self.finished, self.copied, self.preempted = [], [], [], set()
@@ -783,6 +785,65 @@ def test_a_hit_on_another_text_names_its_first_wrong_slot():
     assert fields([found], "kind slot position writer") == [expected]
     hashes = hex(identity(text[:7])), hex(identity(TEXT[:7]))
     assert (found.expected, found.found) == hashes
+
+
+def test_a_hit_on_blocks_of_other_weights():
+    """A request in flight keeps its identity; the text that it goes on to write is of
+    the weights that it began with, also in the block that the change falls into."""
+    world = prefilled()
+    world.finish("a")
+    world.weights = Weights(1, 2**64 - 3)
+    assert world.step(b=2) == []
+    world.add("c", TEXT[:9], [1, 2, 11], hit=8)
+    found = world.step(b=1, c=1)
+    assert fields(found, "kind slot owner writer") == [
+        ("stale_weights", block * N, "c", "a") for block in (1, 2)
+    ]
+    text = world.requests["b"].text[:12]
+    world.finish("b", "c")
+    world.add("d", [*text, 8], [4, 5, 6, 12], hit=12)
+    found = world.step(d=1)
+    assert fields(found, "kind slot") == [
+        ("stale_weights", block * N) for block in (4, 5, 6)
+    ]
+    epochs = {
+        "written": {"epoch": 0, "label": ""},
+        "present": {"epoch": 1, "label": ""},
+    }
+    assert [finding.weights for finding in found] == [epochs] * 3
+    # What is computed now is right, and then the first weights come back.
+    assert world.runs("e", OTHER[10:20], [13, 14, 15]) == []
+    world.finish("d", "e")
+    world.add("f", OTHER[10:20], [13, 14, 15], hit=8)
+    assert world.step(f=2) == []
+    world.weights = Weights()
+    world.add("g", TEXT[:9], [1, 2, 11], hit=8)
+    assert world.step(g=1) == []
+
+
+def test_a_preempted_request_is_of_the_weights_of_then():
+    world = prefilled()
+    world.preempted = {"a"}
+    assert world.step(b=1) == []
+    world.weights = Weights(1, 77)
+    resumed = SimpleNamespace(
+        req_ids=["a"],
+        new_block_ids=[([1, 2, 11],)],
+        num_computed_tokens=[4],
+        resumed_req_ids={"a"},
+    )
+    make = world._scheduled
+
+    def scheduled(works):
+        found = make(works)
+        found.scheduled_cached_reqs = resumed
+        return found
+
+    world._scheduled = scheduled
+    world.requests["a"].computed, world.requests["a"].blocks = 4, [1, 2, 11]
+    assert fields(world.step(a=6), "kind slot") == [("stale_weights", N)]
+    world._scheduled = make
+    assert world.step(a=2) == []
 
 
 def test_a_hit_on_a_rejected_draft():

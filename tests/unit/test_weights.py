@@ -71,10 +71,12 @@ def test_values_that_change_places_are_another_digest(monkeypatch):
 
 
 def test_a_sample_has_words_of_every_parameter():
-    """16 of 8 bytes; of a small one all. Each element of those is seen."""
+    """16 of 8 bytes, all over it; of a small one all. All of their bytes are seen."""
     model = Model()
     before = sample(model.named_parameters())
     assert len(before) == 16 + 1 + 3 + 16
+    model.embedding.data.view(-1)[4 * 150] += 1
+    assert not torch.equal(sample(model.named_parameters()), before)
     for parameter in (model.scale, model.packed, model.turned):
         model.load_state_dict(Model().state_dict())
         parameter.data.add_(1)

@@ -1,0 +1,626 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV audit's class `stale_weights` on real engines: a request takes over cached
+blocks that other base-model weights computed.
+
+Each test that changes weights first proves that the change counts: the request's answer
+after reset_prefix_cache differs from the answer before. Hits on blocks of the old
+weights are compared with that answer, too. All weights but the engine's own are random,
+and no two tests use the same ones.
+
+On the CPU vLLM moves linear layers' weights into oneDNN handles that cannot be read.
+Engines of this file keep plain parameters instead, except in the last section. Not
+covered: adapters, tensor parallelism, worker processes, CUDA.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm.model_executor.layers import utils
+from vllm.v1.request import RequestStatus
+
+from tests.helpers.engine import BLOCK_SIZE, Engine, Request, Result, prompt, shared
+from tests.helpers.environment import model_path
+from tests.helpers.logs import nwor_log
+from tests.helpers.runner_probe import request_name
+from tests.integration.test_byte_oracle import EVERYTHING
+from vllm_nwor.audit.findings import AuditError, Finding
+from vllm_nwor.config import NworConfig, NworConfigError
+
+Change = Callable[[Engine, int], Any]
+
+TEXT = prompt(77, 80)
+NUM_CACHED = 2 * BLOCK_SIZE
+CACHED: dict[str, Any] = {"enable_prefix_caching": True, "num_gpu_blocks_override": 24}
+NGRAM: dict[str, Any] = {}
+NO_DRAFTS: dict[str, Any] = {"speculative_config": None}
+KINDS = {
+    "off": ("off", NGRAM),
+    "off, no speculation": ("off", NO_DRAFTS),
+    "cow": ("cow", NGRAM),
+    "stage": ("stage", NGRAM),
+}
+DISPATCH = "dispatch_cpu_unquantized_gemm"
+dispatch_to_handles = getattr(utils, DISPATCH)
+new_seeds = itertools.count(1)
+
+
+# --- weights --------------------------------------------------------------------------
+
+
+def dispatch_to_parameters(layer: Any, remove_weight: bool) -> None:
+    """In place of vLLM's function: the layer computes with its parameter."""
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain_parameters() -> Iterator[None]:
+    """For whole tests, since reload_weights dispatches again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, DISPATCH, dispatch_to_parameters)
+        yield
+
+
+@functools.cache
+def checkpoint(seed: int) -> dict[str, torch.Tensor]:
+    """Tensors by their names in the checkpoint; seed 0: the model's own."""
+    tensors = load_file(Path(model_path("tiny-llama"), "model.safetensors"))
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        name: one
+        if seed == 0 or one.ndim == 1
+        else (torch.randn(one.shape, generator=draw) * one.float().std()).to(one.dtype)
+        for name, one in tensors.items()
+    }
+
+
+def write(model: torch.nn.Module, seed: int, num_parameters: int | None = None) -> None:
+    """Writes that checkpoint into the parameters as RDMA would, with neither vLLM's
+    functions nor torch's version counters. num_parameters: only into the first ones."""
+    stacks = {"qkv_proj": "qkv", "gate_up_proj": ("gate", "up")}
+    tensors = checkpoint(seed)
+    for name, param in itertools.islice(model.named_parameters(), num_parameters):
+        kind = name.split(".")[-2]
+        parts = [name.replace(kind, f"{part}_proj") for part in stacks.get(kind, ())]
+        value = torch.cat([tensors[part] for part in parts or [name]])
+        param.data.copy_(value)
+
+
+def model_of(engine: Engine) -> torch.nn.Module:
+    return engine.runner.get_model()
+
+
+def reload_from_disk(engine: Engine, seed: int) -> None:
+    with tempfile.TemporaryDirectory() as path:
+        save_file(checkpoint(seed), Path(path, "model.safetensors"))
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+
+def reload_from_tensors(engine: Engine, seed: int) -> None:
+    kwargs = {"weights_iterator": iter(checkpoint(seed).items())}
+    engine.llm.collective_rpc("reload_weights", kwargs=kwargs)
+
+
+def write_by_rpc(engine: Engine, seed: int) -> None:
+    """A worker extension's own method."""
+    engine.llm.collective_rpc(lambda worker: write(worker.get_model(), seed))
+
+
+def write_half_by_rpc(engine: Engine, seed: int) -> None:
+    def fail(worker: Any) -> None:
+        write(worker.get_model(), seed, num_parameters=12)
+        raise ConnectionError("the trainer is gone")
+
+    with pytest.raises(ConnectionError):
+        engine.llm.collective_rpc(fail)
+
+
+def load_by_apply_model(engine: Engine, seed: int) -> None:
+    """A callable that gives the tensors one by one."""
+
+    def load(model: Any) -> None:
+        for item in checkpoint(seed).items():
+            model.load_weights([item])
+
+    engine.llm.apply_model(load)
+
+
+def load_in_process(engine: Engine, seed: int) -> None:
+    """As trl does, with no RPC."""
+    model: Any = model_of(engine)
+    model.load_weights(checkpoint(seed).items())
+
+
+class Transfer:
+    """A weight transfer engine that calls `act` with the content of each update."""
+
+    def __init__(self, act: Callable[..., Any]) -> None:
+        self.act = act
+
+    def update_weights(self, content: dict[str, Any]) -> None:
+        self.act(**content)
+
+    def start_weight_update(self) -> None: ...
+
+    finish_weight_update = reset_weight_update_target = shutdown = start_weight_update
+
+
+@contextmanager
+def updating(engine: Engine, act: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """vLLM's calls of an update; yields the function for one part of it."""
+    worker = engine.core.model_executor.driver_worker.worker
+
+    def send(**content: Any) -> None:
+        engine.llm.collective_rpc("update_weights", args=(content,))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "weight_transfer_engine", Transfer(act))
+        engine.llm.collective_rpc("start_weight_update")
+        yield send
+        engine.llm.collective_rpc("finish_weight_update")
+
+
+def transfer(engine: Engine, seed: int) -> None:
+    with updating(engine, functools.partial(write, model_of(engine))) as send:
+        send(seed=seed)
+
+
+ROUTES: dict[str, Change] = {
+    "reload_weights, a path": reload_from_disk,
+    "reload_weights, tensors": reload_from_tensors,
+    "any RPC": write_by_rpc,
+    "any RPC, which fails": write_half_by_rpc,
+    "apply_model": load_by_apply_model,
+    "load_weights in process": load_in_process,
+    "update_weights": transfer,
+}
+
+
+# --- requests and findings ------------------------------------------------------------
+
+
+def start(kind: str = "off", **settings: str) -> Engine:
+    """An engine with that kind's arguments; a shared one without further settings."""
+    mode, arguments = KINDS[kind]
+    if settings:
+        return Engine(mode, EVERYTHING | settings, **CACHED, **arguments)
+    return shared(mode, settings=EVERYTHING, **CACHED, **arguments)
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """A shared engine that has its own weights, no cached prefix and no findings."""
+    engine = start(getattr(request, "param", "off"))
+    write_by_rpc(engine, 0)
+    assert engine.llm.reset_prefix_cache()
+    engine.audit.findings.last.clear()
+    yield engine
+    engine.llm.abort_request(list(engine.scheduler.requests))
+    engine.core.resume_scheduler()
+    while engine.llm.has_unfinished_requests():
+        engine.llm.step()
+
+
+of_each_kind = pytest.mark.parametrize("engine", KINDS, indirect=True)
+
+
+def ask(
+    engine: Engine, name: str, text: Sequence[int] = TEXT, cached: int = NUM_CACHED
+) -> list[int]:
+    """The answer to `text`, of which `cached` tokens are found."""
+    result = engine.run([Request(name, tuple(text), 12)])
+    assert result.cached == {name: cached}
+    return result.tokens[name]
+
+
+def ask_anew(engine: Engine, text: Sequence[int] = TEXT) -> list[int]:
+    """The right answer; leaves no cached prefix."""
+    assert engine.llm.reset_prefix_cache()
+    answer = ask(engine, "anew", text, cached=0)
+    assert engine.llm.reset_prefix_cache()
+    return answer
+
+
+def found(engine: Engine) -> list[Finding]:
+    """The findings since the last call."""
+    findings = list(engine.audit.findings.last)
+    engine.audit.findings.last.clear()
+    return findings
+
+
+def check_stale(
+    engine: Engine, reader: str, writers: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The findings since the last call are those of `reader`, one for each of its first
+    blocks, by these writers. Returns the weights that wrote, and the present ones."""
+    findings: list[Any] = found(engine)
+    assert [
+        (f.kind, f.position, request_name(f.owner), request_name(f.writer.request))
+        for f in findings
+    ] == [
+        ("stale_weights", BLOCK_SIZE * n, reader, writer)
+        for n, writer in enumerate(writers)
+    ]
+    assert all(finding.slot % BLOCK_SIZE == 0 for finding in findings)
+    assert all(finding.weights == findings[0].weights for finding in findings)
+    assert set(findings[0].weights) == {"written", "present"}
+    weights = findings[0].weights["written"], findings[0].weights["present"]
+    for one in weights:
+        assert set(one) == {"epoch", "label"}
+        assert type(one["epoch"]) is int
+        assert type(one["label"]) is str
+    return weights
+
+
+def epochs(engine: Engine, reader: str, writers: Sequence[str]) -> tuple[int, int]:
+    """As check_stale: the epochs."""
+    written, present = check_stale(engine, reader, writers)
+    return written["epoch"], present["epoch"]
+
+
+def next_epoch(engine: Engine) -> int:
+    """The epoch of new weights. The engine has its own again afterwards."""
+    ask_anew(engine)
+    ask(engine, "probe", cached=0)
+    write_by_rpc(engine, next(new_seeds))
+    ask(engine, "probing")
+    write_by_rpc(engine, 0)
+    assert engine.llm.reset_prefix_cache()
+    return epochs(engine, "probing", ["probe"] * 2)[1]
+
+
+# --- idle engines ---------------------------------------------------------------------
+
+
+def check_change(engine: Engine, change: Change) -> tuple[int, int]:
+    """After a change cached blocks give a wrong answer, and are found. After a reset
+    there is no finding. Returns the epochs, and leaves no cached prefix."""
+    before = ask_anew(engine)
+    assert ask(engine, "first", cached=0) == before
+    change(engine, next(new_seeds))
+    answer = ask(engine, "second")
+    by_epochs = epochs(engine, "second", ["first"] * 2)
+    right = ask_anew(engine)
+    assert before != right
+    assert answer != right
+    assert ask(engine, "third", cached=0) == right
+    assert ask(engine, "fourth") == right
+    assert found(engine) == []
+    assert engine.llm.reset_prefix_cache()
+    return by_epochs
+
+
+@of_each_kind
+@pytest.mark.parametrize("route", ["any RPC", "load_weights in process"])
+def test_hits_on_blocks_of_other_weights_are_found(engine: Engine, route: str) -> None:
+    written, present = check_change(engine, ROUTES[route])
+    assert written < present
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_each_route_is_one_new_epoch(engine: Engine, route: str) -> None:
+    """Also a route of many calls, and one that fails half way."""
+    before = next_epoch(engine)
+    written, present = check_change(engine, ROUTES[route])
+    assert written < before + 1
+    assert present == before + 1
+
+
+@pytest.mark.parametrize("route", [r for r in ROUTES if "fails" not in r])
+def test_the_same_bytes_are_no_new_epoch(engine: Engine, route: str) -> None:
+    before = next_epoch(engine)
+    answer = ask(engine, "first", cached=0)
+    ROUTES[route](engine, 0)
+    assert ask(engine, "second") == answer
+    assert found(engine) == []
+    assert next_epoch(engine) == before + 1
+
+
+def test_an_rpc_that_only_reads_is_no_new_epoch(engine: Engine) -> None:
+    before = next_epoch(engine)
+    answer = ask(engine, "first", cached=0)
+    sums = engine.llm.apply_model(lambda model: model.lm_head.weight.data.sum().item())
+    assert sums[0] != 0
+    engine.llm.collective_rpc("check_health")
+    assert ask(engine, "second") == answer
+    assert found(engine) == []
+    assert next_epoch(engine) == before + 1
+
+
+@of_each_kind
+def test_weights_that_come_back_have_their_epoch_again(engine: Engine) -> None:
+    """Their blocks are right again, and those of the weights in between are not."""
+    other, text = next(new_seeds), prompt(78, 80)
+    own = ask(engine, "own", cached=0)
+    reload_from_disk(engine, other)
+    others = ask(engine, "other", text, cached=0)
+    assert ask(engine, "wrong") != own
+    written, present = epochs(engine, "wrong", ["own"] * 2)
+    reload_from_disk(engine, 0)
+    assert ask(engine, "own again") == own
+    assert found(engine) == []
+    assert ask(engine, "wrong again", text) != others
+    assert epochs(engine, "wrong again", ["other"] * 2) == (present, written)
+    reload_from_disk(engine, other)
+    assert ask(engine, "other again", text) == others
+    assert found(engine) == []
+
+
+def test_a_write_that_nothing_announces_is_not_seen(engine: Engine) -> None:
+    """A limit."""
+    before = ask(engine, "first", cached=0)
+    write(model_of(engine), next(new_seeds))
+    wrong = ask(engine, "second")
+    assert found(engine) == []
+    right = ask_anew(engine)
+    assert before != right
+    assert wrong != right
+
+
+def test_an_update_in_two_parts_is_found_after_each(engine: Engine) -> None:
+    """Requests run between the parts."""
+    seed = next(new_seeds)
+    answers = [ask(engine, "first", cached=0)]
+    with updating(engine, functools.partial(write, model_of(engine))) as send:
+        send(seed=seed, num_parameters=12)
+        ask(engine, "second")
+        written, between = epochs(engine, "second", ["first"] * 2)
+        answers.append(ask_anew(engine))
+        ask(engine, "third", cached=0)
+        send(seed=seed)
+    ask(engine, "fourth")
+    assert epochs(engine, "fourth", ["third"] * 2) == (between, between + 1)
+    assert written < between
+    answers.append(ask_anew(engine))
+    assert answers[0] != answers[1] != answers[2]
+
+
+def test_findings_have_vllms_labels(engine: Engine) -> None:
+    """A label without new weights is no epoch."""
+    before = next_epoch(engine)
+    engine.llm.set_weight_version("version 1")
+    answer = ask(engine, "first", cached=0)
+    engine.llm.set_weight_version("version 2")
+    assert ask(engine, "same weights") == answer
+    assert found(engine) == []
+    write_by_rpc(engine, next(new_seeds))
+    engine.llm.set_weight_version("version 3")
+    assert ask(engine, "second") != answer
+    written, present = check_stale(engine, "second", ["first"] * 2)
+    assert written["label"] in ("version 1", "version 2")
+    assert present == {"epoch": before + 1, "label": "version 3"}
+
+
+# --- requests in flight ---------------------------------------------------------------
+
+
+def run_until(
+    engine: Engine,
+    requests: Sequence[Request],
+    is_there: Callable[[], bool],
+    act: Callable[[], Any],
+) -> Result:
+    """Runs them, and calls `act` once, before the first step in which `is_there`."""
+    step, is_done = engine.llm.step, False
+
+    def acting() -> Any:
+        nonlocal is_done
+        if not is_done and is_there():
+            is_done = True
+            act()
+        return step()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.llm, "step", acting)
+        result = engine.run(requests)
+    assert is_done
+    return result
+
+
+def fly(engine: Engine, act: Callable[[], Any]) -> tuple[Result, list[int]]:
+    """Runs "flight", with `act` between two steps in its third block. Returns its
+    answer, too, which the change affects."""
+    requests = [Request("flight", TEXT, 60)]
+    unchanged = engine.run(requests).tokens["flight"]
+    assert engine.llm.reset_prefix_cache()
+    position = 0
+
+    def is_there() -> bool:
+        nonlocal position
+        (flight,) = engine.scheduler.requests.values()
+        position = flight.num_computed_tokens
+        return position > len(TEXT)
+
+    result = run_until(engine, requests, is_there, act)
+    assert found(engine) == []
+    answer, num = result.tokens["flight"], position - len(TEXT)
+    assert 0 < num < BLOCK_SIZE - len(TEXT) % BLOCK_SIZE
+    assert (answer[:num], answer != unchanged) == (unchanged[:num], True)
+    return result, answer
+
+
+@of_each_kind
+@pytest.mark.parametrize("is_paused", [False, True], ids=["between steps", "paused"])
+def test_requests_in_flight_are_not_found_but_their_blocks_are(
+    engine: Engine, is_paused: bool
+) -> None:
+    """Also the block that spans the change, and one behind it."""
+
+    def change() -> None:
+        if is_paused:
+            engine.core.pause_scheduler("keep", clear_cache=False)
+            assert engine.llm.step() == []
+        write_by_rpc(engine, next(new_seeds))
+        engine.core.resume_scheduler()
+
+    _, answer = fly(engine, change)
+    wrong = ask(engine, "later")
+    by_epochs = epochs(engine, "later", ["flight"] * 2)
+    ask(engine, "behind", (*TEXT, *answer), cached=4 * BLOCK_SIZE)
+    assert epochs(engine, "behind", ["flight"] * 4) == by_epochs
+    assert by_epochs[0] < by_epochs[1]
+    assert ask_anew(engine) != wrong
+    assert found(engine) == []
+
+
+def test_weights_that_come_back_after_a_request_across_are_new(engine: Engine) -> None:
+    """The price of the rule that such a request keeps its epoch: blocks that the first
+    weights wrote alone are found, too."""
+    before = next_epoch(engine)
+    own = ask_anew(engine)
+    fly(engine, lambda: write_by_rpc(engine, next(new_seeds)))
+    write_by_rpc(engine, 0)
+    assert ask(engine, "later") == own
+    written, present = epochs(engine, "later", ["flight"] * 2)
+    assert written < before + 1
+    assert present == before + 2
+
+
+def test_requests_computed_anew_after_a_reset_are_of_the_new_weights(
+    engine: Engine,
+) -> None:
+    """reset_running_requests preempts all requests."""
+
+    def change() -> None:
+        write_by_rpc(engine, next(new_seeds))
+        assert engine.llm.reset_prefix_cache(reset_running_requests=True)
+
+    result, answer = fly(engine, change)
+    computed = [step.scheduled.get("flight", 0) for step in result.steps]
+    assert max(computed[1:]) > len(TEXT)
+    text = (*TEXT, *answer)
+    later = ask(engine, "later", text, cached=4 * BLOCK_SIZE)
+    assert found(engine) == []
+    assert ask_anew(engine, text) == later
+
+
+def test_a_preempted_request_that_resumes_is_of_the_new_weights(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of its own blocks it takes over, which is found. The others it
+    computes anew, and later requests may have them."""
+    requests = [Request(f"{n}", prompt(81 + n, 200), 190) for n in range(2)]
+    unchanged = engine.run(requests).tokens
+    assert engine.llm.reset_prefix_cache()
+    manager, hits = engine.scheduler.kv_cache_manager, []
+    look_up = manager.get_computed_blocks
+
+    def watched(request: Any) -> Any:
+        blocks = look_up(request)
+        if request.status == RequestStatus.PREEMPTED:
+            hits.append((request_name(request.request_id), blocks[1]))
+        return blocks
+
+    def is_preempted() -> bool:
+        known = engine.scheduler.requests.values()
+        return RequestStatus.PREEMPTED in {one.status for one in known}
+
+    monkeypatch.setattr(manager, "get_computed_blocks", watched)
+    change = functools.partial(write_by_rpc, engine, next(new_seeds))
+    result = run_until(engine, requests, is_preempted, change)
+    assert result.num_preemptions == 1
+    assert result.tokens["1"] != unchanged["1"]
+    print(hits, [len(t) for t in result.tokens.values()])
+    name, num_hit = hits[-1]
+    num_old = num_hit // BLOCK_SIZE
+    assert name == "1"
+    by_epochs = epochs(engine, "1", ["1"] * num_old)
+    text = (*requests[1].prompt, *result.tokens["1"])
+    num_blocks = (len(text) - 1) // BLOCK_SIZE
+    assert 0 < num_old < num_blocks
+    ask(engine, "later", text, cached=BLOCK_SIZE * num_blocks)
+    assert epochs(engine, "later", ["1"] * num_old) == by_epochs
+    assert ask_anew(engine, text)
+
+
+# --- reactions ------------------------------------------------------------------------
+
+
+def test_mode_raise_ends_the_step() -> None:
+    engine = start(AUDIT="raise")
+    ask(engine, "first", cached=0)
+    write_by_rpc(engine, next(new_seeds))
+    with (
+        nwor_log() as lines,
+        pytest.raises(AuditError, match="2 findings, the first: stale_weights: "),
+    ):
+        ask(engine, "second")
+    assert epochs(engine, "second", ["first"] * 2) == (0, 1)
+    errors = [line for line in lines if line.startswith("ERROR NWOR audit: stale_w")]
+    assert len(errors) == 2
+
+
+def test_accepted_hits_are_only_counted() -> None:
+    engine = start("cow", AUDIT="raise", AUDIT_STALE="count")
+    with nwor_log() as lines:
+        before = ask(engine, "first", cached=0)
+        write_by_rpc(engine, next(new_seeds))
+        wrong = ask(engine, "second")
+    assert [line for line in lines if line.startswith("ERROR")] == []
+    assert found(engine) == []
+    assert engine.audit.findings.counts == {"stale_weights": 2}
+    right = ask_anew(engine)
+    assert before != right
+    assert wrong != right
+    assert engine.audit.findings.counts == {"stale_weights": 2}
+
+
+def test_other_values_are_refused() -> None:
+    name = "VLLM_NWOR_AUDIT_STALE"
+    for value in ("find", "count", ""):
+        NworConfig.from_env({"VLLM_NWOR_AUDIT": "log", name: value})
+    with pytest.raises(NworConfigError, match=f"{name}.*'ignore'") as caught:
+        NworConfig.from_env({"VLLM_NWOR_AUDIT": "log", name: "ignore"})
+    assert all(word in str(caught.value) for word in ("find", "count"))
+
+
+# --- weights that cannot be read ------------------------------------------------------
+
+
+def test_each_announced_change_counts_where_weights_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As vLLM is on the CPU. A reload of the same bytes gives false findings."""
+    monkeypatch.setattr(utils, DISPATCH, dispatch_to_handles)
+    with nwor_log() as lines:
+        engine = start("off", AUDIT="log")
+    assert any(re.search("weights.*read|read.*weights", line) for line in lines)
+    model: Any = model_of(engine)
+    layers = model.model.layers
+    assert {layer.mlp.down_proj.weight.numel() for layer in layers} == {0}
+
+    def swap() -> None:
+        """Exchanges handles of two layers."""
+        one, other = (layers[n].self_attn.qkv_proj for n in (0, 1))
+        one.cpu_linear, other.cpu_linear = other.cpu_linear, one.cpu_linear
+
+    def load_embeddings(engine: Engine, seed: int) -> None:
+        name = "model.embed_tokens.weight"
+        model.load_weights([(name, checkpoint(seed)[name])])
+
+    def transfer_swapped(engine: Engine, seed: int) -> None:
+        with updating(engine, swap) as send:
+            send()
+
+    changes = reload_from_disk, reload_from_tensors, load_embeddings, transfer_swapped
+    for epoch, change in enumerate(changes):
+        assert check_change(engine, change) == (epoch, epoch + 1)
+
+    reload_from_disk(engine, 0)
+    answer = ask(engine, "first", cached=0)
+    engine.llm.collective_rpc("check_health")
+    assert ask(engine, "second") == answer
+    assert found(engine) == []
+    reload_from_disk(engine, 0)
+    assert ask(engine, "third") == answer
+    assert epochs(engine, "third", ["first"] * 2) == (5, 6)
