@@ -46,6 +46,22 @@ def test_the_selftest_finds_every_planted_fault():
     assert num_seconds < 120
 
 
+def test_the_refit_example_shows_what_a_kept_cache_does_and_how_it_is_mended():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.refit"],
+        env=subprocess_env(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    line = r"^update \d: (\d+) of 320 .*, (\d+) stale .* error ([\d.]+)$"
+    found = re.findall(line, done.stdout, re.MULTILINE)
+    assert [numbers[:2] for numbers in found] == [("256", "8")] * 3 + [("0", "0")] * 3
+    errors = [float(error) for *_, error in found]
+    assert min(errors[:3]) > 1 > 10 * max(errors[3:])
+
+
 def test_a_selftest_that_cannot_run_says_why_in_one_line(tmp_path):
     """Here transformers imports a torchvision that does not match torch."""
     (tmp_path / "torchvision").mkdir()
