@@ -13,7 +13,7 @@ from vllm_nwor.audit.findings import decode
 from vllm_nwor.audit.requests import Identity, Requests, seed_of
 from vllm_nwor.base import errors
 from vllm_nwor.hooks import weights
-from vllm_nwor.hooks.weights import ModelWeights, digest, sample
+from vllm_nwor.hooks.weights import ModelWeights, digest, sample, words_of
 from vllm_nwor.layout.caches import Loads
 from vllm_nwor.step import Weights
 
@@ -57,6 +57,17 @@ def test_any_changed_byte_is_another_digest(data):
     parameter.data.copy_(copy)
     assert of(model) != before
     assert of(Model()) == before
+
+
+def test_dense_parameters_are_read_in_place():
+    """An fp8 weight is a transposed one, and may be a large part of the memory."""
+    whole = torch.arange(48.0).view(4, 3, 4)
+    for parameter in (whole, whole.transpose(0, 2), whole.permute(1, 2, 0)):
+        words = words_of(parameter)
+        assert words.data_ptr() == whole.data_ptr()
+        assert len(words) == 24
+    assert len(words_of(whole[:, ::2])) == 16
+    assert digest([("a", whole)]) != digest([("a", whole.transpose(0, 2))])
 
 
 def test_values_that_change_places_are_another_digest(monkeypatch):

@@ -155,10 +155,12 @@ def look(worker: Any, is_announced: bool) -> Seen | None:
 
 
 def words_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Its bytes as [n] int64; the last word is filled with zeros."""
+    """Its bytes as [n] int64, in the order of memory; the last word is filled with
+    zeros. Nothing is copied of a parameter that is dense, also if it is transposed."""
     data = parameter.detach()
     if not data.is_contiguous():
-        data = data.contiguous()
+        in_memory = sorted(range(data.dim()), key=data.stride, reverse=True)
+        data = data.permute(in_memory).contiguous()
     data = data.view(-1).view(torch.uint8)
     if data.numel() % 8:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
@@ -178,12 +180,14 @@ def sample(parameters: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
 
 
 def digest(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Of all bytes, with their places, shapes and types. Waits for the device once."""
+    """Of all bytes, with their places, shapes, strides and types. Waits for the device
+    once."""
     about: list[tuple[Any, ...]] = []
     sums: list[torch.Tensor] = []
     factors: dict[torch.device, torch.Tensor] = {}
     for name, parameter in parameters:
-        about.append((name, tuple(parameter.shape), str(parameter.dtype)))
+        kind = tuple(parameter.shape), parameter.stride(), str(parameter.dtype)
+        about.append((name, *kind))
         words = words_of(parameter)
         if words.device not in factors:
             seeded = torch.Generator().manual_seed(0)
