@@ -20,6 +20,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tests.helpers.environment import model_path
 from tests.helpers.logs import nwor_log
 from tests.helpers.runner_probe import request_name
 from tests.integration.test_byte_oracle import EVERYTHING
+from vllm_nwor import Commit, on_commit
 from vllm_nwor.audit.findings import AuditError, Finding
 from vllm_nwor.config import NworConfig, NworConfigError
 
@@ -467,6 +469,29 @@ def test_requests_in_flight_are_not_found_but_their_blocks_are(
     assert by_epochs[0] < by_epochs[1]
     assert ask_anew(engine) != wrong
     assert found(engine) == []
+
+
+@pytest.mark.parametrize("engine", ["stage"], indirect=True)
+def test_commits_say_which_weights_computed_them(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions of a request that ran across a change, in two spans."""
+    monkeypatch.setenv("VLLM_NWOR_MODE", "stage")
+    committed: list[Commit] = []
+    registration = on_commit(committed.extend)
+    try:
+        fly(engine, lambda: write_by_rpc(engine, next(new_seeds)))
+    finally:
+        registration.remove()
+    # fly has run it once before, without a change.
+    begins = [number for number, one in enumerate(committed) if one.start == 0]
+    assert len({one.weights for one in committed[: begins[-1]]}) == 1
+    committed = committed[begins[-1] :]
+    first, *_, last = spans = [(one.weights.epoch, one.start) for one in committed]
+    assert first[0] < last[0]
+    assert {epoch for epoch, _ in spans} == {first[0], last[0]}
+    assert spans == sorted(spans)
+    assert all(one.end == other.start for one, other in pairwise(committed))
 
 
 def test_weights_that_come_back_after_a_request_across_are_new(engine: Engine) -> None:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from .base.wrap import is_hooked
 from .config import EMIT_METRICS, MODE, Mode, NworConfig, NworConfigError
+from .step import Weights
 
 logger = logging.getLogger("vllm.v1.nwor")
 
@@ -34,6 +35,8 @@ class Commit(NamedTuple):
     num_rejected: drafts of the step that were rejected.
     block_ids: for each KV-cache group the blocks of [start, end), in order, read before
         vLLM frees them. Empty for groups that are not slot based.
+    weights: number and label of the weights that computed the step, if the KV audit is
+        on; without it epoch 0.
     """
 
     request_id: str
@@ -41,6 +44,7 @@ class Commit(NamedTuple):
     end: int
     num_rejected: int
     block_ids: tuple[tuple[int, ...], ...]
+    weights: Weights = Weights()
 
 
 Callback = Callable[[Sequence[Commit]], object]

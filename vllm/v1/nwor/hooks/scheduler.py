@@ -36,6 +36,7 @@ from ..base.wrap import Wrapped, extend, install_all
 from ..commits import Commit
 from ..config import AuditMode, NworConfig
 from ..metrics import Counted, NworStats
+from ..step import Weights
 from . import weights
 from .engine_core import block_sizes
 from .ledger import SCHEDULE, UPDATE_FROM_OUTPUT
@@ -147,6 +148,7 @@ def pending(
         block of each KV-cache group that is slot based.
     """
     found: list[Pending] = []
+    of_step = getattr(scheduled, "nwor_weights", None) or Weights()
     ids, drafts = output.sampled_token_ids, scheduled.scheduled_spec_decode_tokens
     for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
         request = scheduler.requests.get(request_id)
@@ -174,7 +176,7 @@ def pending(
             else ()
             for gid, group in enumerate(groups)
         )
-        commit = Commit(request_id, start, end, num_rejected, blocks)
+        commit = Commit(request_id, start, end, num_rejected, blocks, of_step)
         found.append((request, request.num_tokens, commit))
     return found
 
