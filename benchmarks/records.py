@@ -91,10 +91,10 @@ def vllm(about: Mapping[str, Any]) -> str:
 
 
 def ratios(lines: Sequence[Line], name: str) -> list[list[float]]:
-    """The ratios of all pairs of an arm, a list for each run of an engine: lines with
-    the same date, commit and cell are batch sizes of one run."""
+    """An arm's ratio in each line, a list for each run of an engine: lines with the
+    same date, commit and cell are batch sizes of one run."""
     runs: dict[tuple[str, ...], list[float]] = {}
     for line in lines:
         run = line["date"], line["commit"], line["key"]["cell"]
-        runs.setdefault(run, []).extend(line["pairs"][name])
+        runs.setdefault(run, []).append(line["summary"]["ratio"][name]["median"])
     return list(runs.values())

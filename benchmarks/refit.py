@@ -42,13 +42,18 @@ def logprobs_of(sequence: Any) -> list[float]:
     return [of_step[token].logprob for token, of_step in steps]
 
 
-def stale_blocks(llm: Any) -> int:
-    name, labels = "vllm:nwor_audit_findings", {"class": "stale_weights"}
+def total(llm: Any, name: str, **labels: str) -> int:
+    """Of a counter of NWOR's, with these labels."""
     return sum(
         int(metric.value)
         for metric in llm.get_metrics()
-        if metric.name == name and labels.items() <= metric.labels.items()
+        if metric.name == f"vllm:nwor_{name}"
+        and labels.items() <= metric.labels.items()
     )
+
+
+def stale_blocks(llm: Any) -> int:
+    return total(llm, "audit_findings", **{"class": "stale_weights"})
 
 
 def run(llm: Any, checkpoints: list[str], resets: bool) -> list[str]:
@@ -117,6 +122,8 @@ def main() -> None:
         for resets in (False, True):
             print("prefix cache", "reset after each update" if resets else "kept")
             print(*run(llm, paths[1:], resets), sep="\n")
+        seen = total(llm, "weight_changes", route="reload_weights")
+        print(f"weight changes that were seen: {seen}")
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def test_a_range_over_runs_is_wider_than_over_their_pairs():
     assert report.run_interval(runs[:1]) is None
 
 
-def measured(ratios, median=0.998, low=0.996, us=20.0, **changes):
+def measured(median=0.998, low=0.996, us=20.0, **changes):
     """A line of throughput, measured in a run of its own unless `changes` say so."""
     line = of_kind("throughput", cell="v2-k4-a70", vllm="0.26.0") | changes
     line["summary"]["ratio"] = {
@@ -106,18 +106,18 @@ def measured(ratios, median=0.998, low=0.996, us=20.0, **changes):
         "stage": {"median": 1.0, "low": 0.996, "high": 1.001},
         "control": {"median": 1.0, "low": 0.999, "high": 1.001},
     }
-    line["pairs"] = {"cow": ratios, "stage": [1.0], "control": [1.0]}
     host = {"begin_us_median": us, "commit_us_median": 1.0}
     line["summary"]["nwor"] = {"cow": {"host": host}, "stage": {"host": host}}
     return line
 
 
 def test_costs_are_of_these_kernels_and_name_the_worst_configuration():
-    worst = measured([0.9], median=0.9, low=0.85, us=31, date="2026-11-28")
-    lines = [measured([0.998, 0.99]), worst, measured([0.5], 0.5, 0.4, **OLD)]
+    """Both columns rest on the same ratio of each configuration."""
+    worst = measured(0.9, low=0.85, us=31, date="2026-11-28")
+    lines = [measured(), worst, measured(0.5, 0.4, **OLD)]
     cow, stage = report.costs(lines)
     assert cow["vllm"] == "0.26.0"
-    assert cow["lost"] == "1.0 % (0.6 to 10.0)"
+    assert cow["lost"] == "5.1 % (0.2 to 10.0)"
     assert cow["worst"].startswith("10.0 % (4 drafts, ")
     assert (cow["budget"], stage["budget"]) == ("1, 0, **1**", "2, 0, 0")
     assert (cow["host"], cow["runs"]) == ("21 to 32 us", "2")
@@ -125,12 +125,12 @@ def test_costs_are_of_these_kernels_and_name_the_worst_configuration():
 
 def test_costs_of_older_kernels_are_marked_and_one_run_is_no_range():
     """Two batch sizes of one engine start are one run."""
-    old = [measured([0.99], **OLD) for _ in range(2)]
+    old = [measured(0.99, **OLD) for _ in range(2)]
     old[0]["key"]["batch"], old[1]["key"]["batch"] = 1, 64
     row, _ = report.costs(old)
     assert (row["vllm"], row["lost"]) == (f"0.26.0 {reach.OLDER}", "1.0 % (one run)")
     assert cells("throughput", old[0])[0][-1].endswith(reach.OLDER)
-    assert not cells("throughput", measured([0.99]))[0][-1].endswith(reach.OLDER)
+    assert not cells("throughput", measured(0.99))[0][-1].endswith(reach.OLDER)
 
 
 @pytest.mark.parametrize("lost", [0, 64])

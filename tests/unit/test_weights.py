@@ -70,6 +70,15 @@ def test_dense_parameters_are_read_in_place():
     assert digest([("a", whole)]) != digest([("a", whole.transpose(0, 2))])
 
 
+def test_sign_bits_are_not_lost():
+    """The highest bits of two words: a sum of 8 bytes at a time would not change."""
+    values = torch.randn(64).bfloat16()
+    for lane in range(8):
+        other = values.clone()
+        other[[lane, lane + 16]] *= -1
+        assert digest([("a", other)]) != digest([("a", values)])
+
+
 def test_values_that_change_places_are_another_digest(monkeypatch):
     monkeypatch.setattr(weights, "_PART_WORDS", 4)  # parts change places, too
     values = torch.arange(64, dtype=torch.int64)
@@ -114,7 +123,7 @@ class Core:
             runners.append(runner)
         self.workers = [SimpleNamespace(model_runner=runner) for runner in runners]
         self.model_executor = self
-        self.scheduler = SimpleNamespace(running=[])
+        self.scheduler = object()
         self.num_looks = 0
         weights.watch_core(self)
 
@@ -126,10 +135,13 @@ class Core:
         """A user's."""
         weights._collective_rpc(lambda *args: change(self), self, (name,), {})
 
-    def epoch(self, running=False):
-        self.scheduler.running = [1] * running
-        found, self.changes = weights.before_schedule(self.scheduler)
-        return found.epoch
+    def step(self, running=False, num_tokens=1):
+        output = SimpleNamespace(total_num_scheduled_tokens=num_tokens)
+        found, self.changes = weights.of_step(self.scheduler, running, output)
+        return found
+
+    def epoch(self, **of_step):
+        return self.step(**of_step).epoch
 
 
 def write(value, *ranks):
@@ -154,6 +166,26 @@ def test_content_decides_and_old_content_is_its_old_epoch():
     assert (core.epoch(), core.changes) == (0, ["reload_weights"])
     core.rpc("receive", write(3))
     assert core.epoch() == 1
+
+
+def test_nothing_is_read_while_nothing_is_computed():
+    """Weights may be asleep, without a word to vLLM: reading them would end a GPU's
+    process."""
+    core = Core()
+    core.rpc("wake_up", write(2))
+    assert (core.epoch(num_tokens=0), core.num_looks) == (0, 0)
+    assert (core.epoch(), core.num_looks) == (1, 1)
+
+
+def test_a_first_look_that_fails_forgets_nothing(monkeypatch):
+    monkeypatch.setattr(errors, "_logged", set())
+    core = Core()
+    workers, core.workers = core.workers, None
+    core.rpc("probe")
+    assert core.epoch() == 1
+    core.workers = workers
+    core.rpc("probe")
+    assert core.epoch() == 0
 
 
 def test_one_rank_is_enough():
@@ -214,11 +246,11 @@ def test_where_content_cannot_be_read_each_announced_change_counts():
 def test_the_label_is_that_of_now():
     core = Core()
     core._weight_version = "default"
-    assert weights.before_schedule(core.scheduler)[0] == Weights()
+    assert core.step() == Weights()
     core.rpc("update_weights", write(2))
     core.epoch()
     core._weight_version = "step-2"  # vLLM sets it behind the update
-    found, _ = weights.before_schedule(core.scheduler)
+    found = core.step()
     assert (found.epoch, found.label) == (1, "step-2")
 
 

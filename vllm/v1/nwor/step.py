@@ -251,7 +251,8 @@ class Observer:
     None. The module's docstring describes the moments.
 
     name: "transaction" or "audit". every_step: whether a Step is built for steps
-    without drafts, too. infos: rows of vllm:nwor_info (metrics.GroupInfo).
+    without drafts, too. needs_weights: whether changes of the weights are followed
+    (Scheduled.weights). infos: rows of vllm:nwor_info (metrics.GroupInfo).
     storage: device memory that was reserved for it and that it uses, or None.
     leave: set by the hooks: ends this observer. Any thread may call it, more than once.
 
@@ -263,6 +264,7 @@ class Observer:
 
     name: str
     every_step: bool = False
+    needs_weights: bool = False
     infos: Sequence[tuple[object, ...]] = ()
     storage: torch.Tensor | None = None
     leave: Callable[[], None] = lambda: None

@@ -74,6 +74,7 @@ class RunnerAudit(Observer):
         super().__init__(
             NAME,
             every_step=True,
+            needs_weights=True,
             storage=storage,
             step_started=self._step_started,
             tables_final=self._tables_final,

@@ -245,6 +245,7 @@ FACTS: dict[str, tuple[HookTarget | Fact, ...]] = {
              "self.model_executor.collective_rpc()"),
         Has(f"{ENGINE_CORE}:EngineCore", "scheduler"),
         Has(ENGINE_SCHEDULER, "running"),
+        Has(f"{SCHEDULED}:SchedulerOutput", total_num_scheduled_tokens="int"),
         Has(f"{CONFIG}.parallel:ParallelConfig", enable_eplb="bool"),
         Has(f"{CONFIG}.offload:PrefetchOffloadConfig", offload_group_size="int"),
         Has(GPU_WORKER, "model_runner"),

@@ -20,7 +20,7 @@ import torch
 
 from ..base.errors import error_text
 from ..base.wrap import HookTarget, HostMismatch, Wrapped, Wrapper, install_all
-from ..config import AuditMode, Mode, NworConfig
+from ..config import Mode, NworConfig
 from ..layout.caches import ExpectedCaches, RunnerCaches
 from ..step import Observer, Step
 from . import caches, connectors, outputs, weights
@@ -275,7 +275,7 @@ def _observed(runner: Any, config: NworConfig) -> RunnerState:
             if observer is not None:
                 observers.append(observer)
     state = RunnerState(observers)
-    if config.audit is not AuditMode.OFF:
+    if any(observer.needs_weights for observer in observers):
         weights.watch(runner)
     if state.blocks_transferred:
         connectors.watch(runner)

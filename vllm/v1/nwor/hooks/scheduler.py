@@ -222,13 +222,13 @@ def publish(
 
 def _schedule(wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any) -> Any:
     loaded = set(getattr(scheduler, "finished_recving_kv_req_ids", ()))
-    of_step, changes = weights.before_schedule(scheduler)
+    is_running = bool(getattr(scheduler, "running", ()))
+    output = wrapped(*args, **kwargs)
+    output.nwor_weights, changes = weights.of_step(scheduler, is_running, output)
     if changes and NworConfig.from_env().emit_metrics:
         stats = getattr(scheduler, "nwor_stats", None) or _new_stats(scheduler)
         for route in changes:
             stats.weights_changed(route)
-    output = wrapped(*args, **kwargs)
-    output.nwor_weights = of_step
     try:
         _inform_workers(scheduler, output, loaded)
     except Exception as error:

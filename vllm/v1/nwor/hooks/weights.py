@@ -7,9 +7,10 @@ refits of reinforcement learning, by reloads, and by code that vLLM never sees; 
 keeps the prefix cache. No list of method names is complete, so the content decides:
 
     engine core  notes every RPC of the user (EngineCore.collective_rpc). Before the
-                 next step is scheduled, all workers answer what their weights are; the
-                 engine core compares the answers of all ranks, and counts the epoch.
-                 The step's SchedulerOutput takes it to the workers, in step order.
+                 next step that has tokens, so while no weights sleep, all workers
+                 answer what their weights are; the engine core compares the answers of
+                 all ranks, and counts the epoch. The step's SchedulerOutput takes it to
+                 the workers, in step order.
     worker       has looked at the weights when the caches were bound. After that it
                  reads a sample of each parameter, and every byte only if a method that
                  is known to change weights was called, or the sample differs.
@@ -51,8 +52,9 @@ FAILED = "audit: the weights cannot be read; their changes are not noticed"
 UNREAD = "audit: the weights could not be read; this counts as a change of them"
 # vLLM's label until somebody sets one.
 NO_LABEL = "default"
-# Words of 8 bytes of each parameter that a sample has, and of each part of a digest.
+# Words of 8 bytes of each parameter that a sample has.
 SAMPLE_WORDS = 16
+# Words of 4 bytes that a digest reads at a time.
 _PART_WORDS = 1 << 20
 
 # Calls of load_weights in this process, on models that are watched.
@@ -70,12 +72,10 @@ def install(module: ModuleType) -> None:
 
 
 class Seen(NamedTuple):
-    """A worker's answer. at_start, content: digests. is_whole: whether all weights are
-    in parameters."""
+    """A worker's answer: digests of the weights that it started with, and of now."""
 
     at_start: str
     content: str
-    is_whole: bool
 
 
 class ModelWeights:
@@ -112,7 +112,7 @@ class ModelWeights:
             self._content = digest(parameters)
             if self._num_changes:
                 self._content += f", change {self._num_changes}"
-        return Seen(self.at_start, self._content, self.is_whole)
+        return Seen(self.at_start, self._content)
 
 
 def watch(runner: Any) -> None:
@@ -180,15 +180,16 @@ def sample(parameters: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
 
 
 def digest(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Of all bytes, with their places, shapes, strides and types. Waits for the device
-    once."""
+    """Of all bytes, with their places, shapes, strides and types: sums of 4 bytes times
+    64 bits that belong to their place, so that a change of high bits counts as much as
+    one of low bits. Waits for the device once."""
     about: list[tuple[Any, ...]] = []
     sums: list[torch.Tensor] = []
     factors: dict[torch.device, torch.Tensor] = {}
     for name, parameter in parameters:
         kind = tuple(parameter.shape), parameter.stride(), str(parameter.dtype)
         about.append((name, *kind))
-        words = words_of(parameter)
+        words = words_of(parameter).view(torch.int32)
         if words.device not in factors:
             seeded = torch.Generator().manual_seed(0)
             top = torch.iinfo(torch.int64).max
@@ -226,10 +227,11 @@ class Epochs:
         self._mixed: set[int] = set()
         self._num_epochs = 1
 
-    def before_step(self, is_running: bool) -> Weights:
-        """What the next step's weights are. is_running: whether requests are in flight,
-        which then run across a change."""
-        if self.routes or self._num_loads != _num_loads:
+    def of_step(self, is_running: bool, has_tokens: bool) -> Weights:
+        """What the weights of a step are that was just scheduled. is_running: whether
+        requests were in flight before, which then run across a change. has_tokens: if
+        not, nothing is computed, and the weights may be asleep."""
+        if has_tokens and (self.routes or self._num_loads != _num_loads):
             routes = self.routes + ["load_weights"] * (self._num_loads != _num_loads)
             self.routes, self._num_loads = [], _num_loads
             self._look(list(dict.fromkeys(routes)), is_running)
@@ -249,9 +251,9 @@ class Epochs:
             found = [answer for answer in answers if answer is not None]
             if not found:
                 return
-            if self._content is None:
-                self._content = tuple(one.at_start for one in found)
-                self._epochs[self._content] = self.current
+            at_start = tuple(one.at_start for one in found)
+            self._epochs.setdefault(at_start, Weights())
+            self._content = self._content or at_start
             content = tuple(one.content for one in found)
         except Exception as error:
             report_failure(UNREAD, error)
@@ -285,16 +287,20 @@ def watch_core(core: Any) -> None:
     _cores.add(core)
 
 
-def before_schedule(scheduler: Any) -> tuple[Weights, list[str]]:
-    """Call before a step is scheduled: no worker sleeps then. Returns its weights, and
-    the routes of changes. Raises nothing, unless under VLLM_NWOR_STRICT=always."""
+def of_step(scheduler: Any, is_running: bool, output: Any) -> tuple[Weights, list[str]]:
+    """The weights of a step, and the routes of changes. Raises nothing, unless under
+    VLLM_NWOR_STRICT=always.
+
+    is_running: whether the scheduler had running requests before. output: what its
+        `schedule` returned.
+    """
     of_it = (one for one in _cores if getattr(one, "scheduler", None) is scheduler)
     epochs: Epochs | None = getattr(next(of_it, None), "nwor_weights", None)
     if epochs is None:
         return Weights(), []
-    epochs.before_step(bool(scheduler.running))
+    found = epochs.of_step(is_running, output.total_num_scheduled_tokens > 0)
     changes, epochs.changes = epochs.changes, []
-    return epochs.current, changes
+    return found, changes
 
 
 def _collective_rpc(wrapped: Wrapped, core: Any, args: Any, kwargs: Any) -> Any:
