@@ -212,9 +212,14 @@ def test_a_load_in_this_process_needs_no_rpc():
     for model in core.models:
         model.load_weights([("scale", torch.tensor(7.0))])
     assert (core.epoch(), core.changes) == (1, ["load_weights"])
+    core.rpc("reload_weights", lambda core: core.models[0].load_weights([]))
+    assert (core.epoch(), core.changes) == (1, [])  # the same bytes
+    core.rpc("reload_weights", write(9))
+    core.models[0].load_weights([])
+    assert (core.epoch(), core.changes) == (2, ["reload_weights"])
     with pytest.raises(AttributeError):
         core.models[0].load_weights([("scale", torch.tensor(8.0)), ("nothing", 0)])
-    assert core.epoch() == 2
+    assert core.epoch() == 3
 
 
 def test_an_rpc_that_fails_half_way_may_have_changed_weights():

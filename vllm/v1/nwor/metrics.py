@@ -86,14 +86,15 @@ AUDIT_COUNTERS = {
     "steps": "Steps that the KV audit has looked at; reported once a second.",
     "unverified": "Slots that a request took over and that cannot be audited.",
 }
-# What changed weights: a method of vLLM, or an RPC of another name.
+# What changed weights: a method of vLLM, or an RPC of another name. Of several, which
+# may be called by one another, the first one here is named.
 WEIGHT_ROUTES = (
-    "finish_weight_update",
-    "load_weights",
+    "update_weights",
     "reload_weights",
     "reset_weights",
+    "load_weights",
     "start_weight_update",
-    "update_weights",
+    "finish_weight_update",
     "rpc",
 )
 WEIGHT_CHANGES = "weight_changes"

@@ -242,7 +242,7 @@ class Epochs:
         return self.current
 
     def _look(self, routes: list[str], is_running: bool) -> None:
-        announced = [route for route in routes if route in ANNOUNCING]
+        announced = [route for route in ANNOUNCING if route in routes]
         is_announced = len(announced) > 0
         executor = self._core.model_executor
         content: Any
@@ -272,7 +272,7 @@ class Epochs:
             self.current = Weights(number, key)
         self._content = content
         self._epochs[content] = self.current
-        self.changes.append(announced[-1] if announced else OTHER_RPC)
+        self.changes.append(announced[0] if announced else OTHER_RPC)
         logger.info(
             "NWOR audit: the weights changed (%s): epoch %d%s",
             ", ".join(routes),
