@@ -74,10 +74,10 @@ class Seats:
         self._copies = torch.empty(size, dtype=torch.int32, pin_memory=is_cuda)
         self._number = 0
         # Of the last step in which requests lacked seats: the number of all requests,
-        # and the indices without a seat.
-        self._seen: tuple[int, bytes] | None = None
+        # the one that came last, and the indices without a seat.
+        self._seen: tuple[int, tuple[str, int], bytes] | None = None
 
-    def lack(self, indices: Any, live: Mapping[str, int] | None) -> bool:
+    def lack(self, indices: Any, live: dict[str, int] | None) -> bool:
         """Assigns free seats. Returns whether a request still has none.
 
         indices, live: host_state_indices and state_of_request of a Step.
@@ -87,8 +87,9 @@ class Seats:
         lacking = indices[of_state[indices] < 0]
         if len(lacking) == 0:
             return False
-        seen = len(live), lacking.tobytes()
-        if seen == self._seen:  # no request was added or removed since
+        # In the order in which they came.
+        num_live, last = len(live), next(reversed(live.items()))
+        if (num_live, last, lacking.tobytes()) == self._seen:  # nobody came or went
             return True
         is_gone = of_state >= 0
         is_gone[list(live.values())] = False
@@ -102,7 +103,7 @@ class Seats:
             copy.copy_(torch.from_numpy(of_state))
             self.on_device.copy_(copy, non_blocking=True)
         rest = lacking[len(seated) :]
-        self._seen = len(live), rest.tobytes()
+        self._seen = num_live, last, rest.tobytes()
         return len(rest) > 0
 
 
