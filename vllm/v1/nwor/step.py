@@ -38,7 +38,7 @@ of `logits_indices`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -92,7 +92,7 @@ class Step(Struct, gc=False):
     state_indices: [num_reqs] int32 or int64, device: a request's index in the runner's
         states, which it keeps while it runs; None where the runner has none.
     host_state_indices: the same, on the host. state_of_request: of all requests that
-        the runner has, by name.
+        the runner has, by name, in the order in which they came.
 
     Only if an observer asks for every step:
     num_reqs, num_tokens: of the batch, without padding. request_ids: by row.
