@@ -107,6 +107,14 @@ enum FindingClass : int64_t {
   kMissingWrite,
   kHandedOn,
   kNeverLoaded,
+  // Of recurrent states (states.h).
+  kStaleState,
+  kForeignState,
+  kChangedState,
+  kStateNotWritten,
+  kNoStateYet,
+  kStateLost,
+  kStateAhead,
   kNumFindingClasses,
 };
 

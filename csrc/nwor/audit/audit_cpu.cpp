@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "audit/audit_rules.h"
+#include "audit/states_rules.h"
 #include "common/check.h"
 #include "common/copy_cpu.h"
 #include "common/parallel.h"
@@ -28,6 +29,18 @@ class Solo {
   int64_t num_lanes() const { return 1; }
   bool is_first_warp() const { return true; }
   bool is_last_warp() const { return true; }
+  int64_t warp() const { return 0; }
+  int64_t num_warps() const { return 1; }
+  void warp_sync() const {}
+  template <typename Of>
+  void sum_parts(uint32_t (&parts)[kSampleParts], const Of& of_word) const {
+    for (int64_t p = 0; p < kSampleParts; ++p) {
+      parts[p] = 0;
+    }
+    for (int64_t word = 0; word < kSampleWords; ++word) {
+      parts[word / (kSampleWords / kSampleParts)] += of_word(word);
+    }
+  }
   void sync() const {}
   TeamSum sum(uint64_t value) const { return {value, value}; }
   uint64_t warp_sum(uint64_t value) const { return value; }
@@ -155,5 +168,7 @@ template void audit_cpu(const AuditPlanArgs&);
 template void audit_cpu(const AuditResolveArgs&);
 template void audit_cpu(const AuditBlocksArgs&);
 template void audit_cpu(const AuditSnapshotArgs&);
+template void audit_cpu(const AuditStatesReadArgs&);
+template void audit_cpu(const AuditStatesWrittenArgs&);
 
 }  // namespace nwor

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "audit/audit_rules.h"
+#include "audit/states_rules.h"
 #include "common/cuda_support.h"
 #include "common/driver_launch.h"
 #include "common/windows_cuda.h"
@@ -125,7 +126,24 @@ class Block {
   __device__ bool is_last_warp() const {
     return warp_id() == kThreads / kWarpThreads - 1;
   }
+  __device__ int64_t warp() const { return warp_id(); }
+  __device__ int64_t num_warps() const { return kThreads / kWarpThreads; }
   __device__ void sync() const { __syncthreads(); }
+  __device__ void warp_sync() const { __syncwarp(); }
+  template <typename Of>
+  __device__ void sum_parts(uint32_t (&parts)[kSampleParts], const Of& of_word) const {
+    static_assert(kSampleWords == kWarpThreads, "a lane has a word");
+    constexpr int kWords = kSampleWords / kSampleParts;
+    uint32_t sum = of_word(lane_id());
+#pragma unroll
+    for (int by = 1; by < kWords; by *= 2) {
+      sum += __shfl_xor_sync(kFullWarp, sum, by);
+    }
+#pragma unroll
+    for (int p = 0; p < kSampleParts; ++p) {
+      parts[p] = __shfl_sync(kFullWarp, sum, p * kWords);
+    }
+  }
 
   __device__ TeamSum sum(uint64_t value) const {
     __shared__ uint64_t of_warps[kThreads / kWarpThreads];
@@ -269,7 +287,7 @@ void audit_cuda(const Args& args, int device, void* stream) {
   if (std::is_same_v<Args, AuditSnapshotArgs>) {
     // The audit begins: load the other kernels now, not in the first step.
     load<SeatRequest, PlanRequests, KeepRequests, CheckRequests, AdoptHit, RecordRows,
-         ScanSlots, BlockEvents, Publish>(gpu);
+         ScanSlots, BlockEvents, Publish, ReadStates, WrittenStates>(gpu);
   }
 }
 template void audit_cuda(const AuditSeatArgs&, int, void*);
@@ -277,5 +295,7 @@ template void audit_cuda(const AuditPlanArgs&, int, void*);
 template void audit_cuda(const AuditResolveArgs&, int, void*);
 template void audit_cuda(const AuditBlocksArgs&, int, void*);
 template void audit_cuda(const AuditSnapshotArgs&, int, void*);
+template void audit_cuda(const AuditStatesReadArgs&, int, void*);
+template void audit_cuda(const AuditStatesWrittenArgs&, int, void*);
 
 }  // namespace nwor

@@ -8,6 +8,7 @@
 
 #include "audit/audit.h"
 #include "audit/ops.h"
+#include "audit/states.h"
 #include "common/check.h"
 #include "common/dispatch.h"
 
@@ -67,6 +68,41 @@ AuditStep step_of(const Call& call, const Tensor& row_seats,
           block_table.size(1),
           num_tokens,
           step};
+}
+
+// Of a step with drafts.
+template <typename Args>
+void set_acceptance(const Call& call, Args& args, const OptionalTensor& cu_num_logits,
+                    const OptionalTensor& sampled_token_ids, int64_t vocab_size,
+                    const OptionalTensor& num_rejected) {
+  if (!cu_num_logits.has_value()) {
+    return;
+  }
+  args.cu_num_logits = call.values<int32_t>("cu_num_logits", *cu_num_logits);
+  args.acceptance = call.acceptance(sampled_token_ids, vocab_size, num_rejected);
+  const int64_t num_reqs = args.num_reqs;
+  NWOR_CHECK(cu_num_logits->size(0) >= num_reqs && args.acceptance.num_reqs >= num_reqs,
+             call.op(), "cu_num_logits has ", cu_num_logits->size(0),
+             " entries and the acceptance ", args.acceptance.num_reqs,
+             " rows; must have ", num_reqs, ", num_reqs");
+}
+
+StatesArgs states_of(const Call& call, AuditStep step, const Tensor& state_tables,
+                     const Tensor& metadata) {
+  const char* const op = call.op();
+  const auto* const columns = on_host<int64_t>(op, "state_tables", state_tables);
+  call.size_is("state_tables", state_tables, 0, kStateTablesColumns, "StateTables");
+  StatesArgs args{step, *reinterpret_cast<const StateTables*>(columns), {}};
+  NWOR_CHECK(args.num_states <= kMaxStates && args.num_groups <= kMaxStateGroups, op,
+             "state_tables has ", args.num_states, " states in ", args.num_groups,
+             " groups; must have at most ", kMaxStates + 0, " in ",
+             kMaxStateGroups + 0);
+  const auto* const rows = on_host<int64_t>(op, "metadata", metadata, 2);
+  call.size_is("metadata", metadata, 0, args.num_groups, "the groups of state_tables");
+  call.size_is("metadata", metadata, 1, kMetadataColumns, "StateMetadata");
+  std::copy_n(reinterpret_cast<const StateMetadata*>(rows), args.num_groups,
+              args.metadata);
+  return args;
 }
 
 }  // namespace
@@ -136,14 +172,8 @@ void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
                         num_blocks,
                         num_hit_blocks,
                         reinterpret_cast<FindingsHeader*>(to)};
-  if (cu_num_logits.has_value()) {
-    args.cu_num_logits = call.values<int32_t>("cu_num_logits", *cu_num_logits);
-    args.acceptance = call.acceptance(sampled_token_ids, vocab_size, num_rejected);
-    NWOR_CHECK(
-        cu_num_logits->size(0) >= num_reqs && args.acceptance.num_reqs >= num_reqs, op,
-        "cu_num_logits has ", cu_num_logits->size(0), " entries and the acceptance ",
-        args.acceptance.num_reqs, " rows; must have ", num_reqs, ", num_reqs");
-  }
+  set_acceptance(call, args, cu_num_logits, sampled_token_ids, vocab_size,
+                 num_rejected);
   if (staged.has_value()) {
     args.staged = call.saved(*staged);
     args.staged.state_indices = call.state_indices(state_indices, num_reqs);
@@ -195,6 +225,31 @@ void audit_blocks(Tensor tables, int64_t event, Tensor blocks, Tensor values,
     std::copy_n(of_values + first, args.num_events, args.values);
     NWOR_DISPATCH(call, args, audit);
   }
+}
+
+void audit_states_read(Tensor tables, Tensor row_seats, Tensor query_start_loc,
+                       Tensor block_table, int64_t num_reqs, int64_t num_tokens,
+                       int64_t step, Tensor state_tables, Tensor metadata) {
+  const Call call = call_of("audit_states_read", tables);
+  const AuditStep of_step = step_of(call, row_seats, query_start_loc, block_table,
+                                    num_reqs, num_tokens, step);
+  const AuditStatesReadArgs args{states_of(call, of_step, state_tables, metadata)};
+  NWOR_DISPATCH(call, args, audit);
+}
+
+void audit_states_written(Tensor tables, Tensor row_seats, Tensor query_start_loc,
+                          Tensor block_table, int64_t num_reqs, int64_t num_tokens,
+                          int64_t step, Tensor state_tables, Tensor metadata,
+                          OptionalTensor cu_num_logits,
+                          OptionalTensor sampled_token_ids, int64_t vocab_size,
+                          OptionalTensor num_rejected) {
+  const Call call = call_of("audit_states_written", tables);
+  const AuditStep of_step = step_of(call, row_seats, query_start_loc, block_table,
+                                    num_reqs, num_tokens, step);
+  AuditStatesWrittenArgs args{states_of(call, of_step, state_tables, metadata)};
+  set_acceptance(call, args, cu_num_logits, sampled_token_ids, vocab_size,
+                 num_rejected);
+  NWOR_DISPATCH(call, args, audit);
 }
 
 void audit_snapshot(Tensor tables, bool again) {

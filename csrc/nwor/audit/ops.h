@@ -24,12 +24,21 @@ void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
 void audit_blocks(Tensor tables, int64_t event, Tensor blocks, Tensor values,
                   int64_t step);
 void audit_snapshot(Tensor tables, bool again);
+void audit_states_read(Tensor tables, Tensor row_seats, Tensor query_start_loc,
+                       Tensor block_table, int64_t num_reqs, int64_t num_tokens,
+                       int64_t step, Tensor state_tables, Tensor metadata);
+void audit_states_written(Tensor tables, Tensor row_seats, Tensor query_start_loc,
+                          Tensor block_table, int64_t num_reqs, int64_t num_tokens,
+                          int64_t step, Tensor state_tables, Tensor metadata,
+                          OptionalTensor cu_num_logits,
+                          OptionalTensor sampled_token_ids, int64_t vocab_size,
+                          OptionalTensor num_rejected);
 
 // By name.
 // clang-format off
 #define NWOR_AUDIT_OPS(op) \
   op(audit_seat) op(audit_plan) op(audit_resolve) op(audit_blocks) \
-  op(audit_snapshot)
+  op(audit_snapshot) op(audit_states_read) op(audit_states_written)
 // clang-format on
 
 }  // namespace nwor

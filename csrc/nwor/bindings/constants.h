@@ -6,7 +6,7 @@
 
 #include <cstddef>
 
-#include "audit/audit.h"
+#include "audit/states.h"
 #include "common/saved_windows.h"
 #include "common/table.h"
 #include "transaction/shadow.h"
@@ -52,6 +52,13 @@ inline bool add_numbers(PyObject* module) {
            Constant{"SEAT_COLUMNS", kColumns<Seat>},
            Constant{"PLAN_COLUMNS", kColumns<PlanRow>},
            Constant{"FINDING_COLUMNS", kColumns<Finding>},
+           Constant{"STATE_COLUMNS", kColumns<State>},
+           Constant{"STATE_SEAT_COLUMNS", kColumns<StateSeat>},
+           Constant{"SAMPLE_WORDS", kSampleWords},
+           Constant{"SAMPLE_PARTS", kSampleParts},
+           Constant{"MAX_BUFFER", kMaxBuffer},
+           Constant{"MAX_STATES", kMaxStates},
+           Constant{"MAX_STATE_GROUPS", kMaxStateGroups},
        }) {
     if (PyModule_AddIntConstant(module, constant.name, constant.value) != 0) {
       return false;
@@ -85,7 +92,14 @@ inline bool add_constants(PyObject* module) {
                                        {"changed", kChanged},
                                        {"missing_write", kMissingWrite},
                                        {"handed_on", kHandedOn},
-                                       {"never_loaded", kNeverLoaded}}) &&
+                                       {"never_loaded", kNeverLoaded},
+                                       {"stale_state", kStaleState},
+                                       {"foreign_state", kForeignState},
+                                       {"changed_state", kChangedState},
+                                       {"state_not_written", kStateNotWritten},
+                                       {"no_state_yet", kNoStateYet},
+                                       {"state_lost", kStateLost},
+                                       {"state_ahead", kStateAhead}}) &&
          add_dict<3>(module, "LOADS",
                      {{"NONE", kNoLoads},
                       {"KNOWN", kKnownLoads},

@@ -60,6 +60,7 @@ CLASSES = ("LoggedLayers", "StagedLayers")
 AUDIT_NAMES = (
     *("audit_seat", "audit_plan", "audit_resolve"),
     *("audit_blocks", "audit_snapshot"),
+    *("audit_states_read", "audit_states_written"),
 )
 # Attribute of torch's namespace object: the library that registered its ops. Another
 # copy of this module reads it.
@@ -143,6 +144,14 @@ RECORD_COLUMNS: int
 SEAT_COLUMNS: int
 PLAN_COLUMNS: int
 FINDING_COLUMNS: int
+# Of its tables of recurrent states: State and StateSeat of states.h, and limits there.
+STATE_COLUMNS: int
+STATE_SEAT_COLUMNS: int
+SAMPLE_WORDS: int
+SAMPLE_PARTS: int
+MAX_BUFFER: int
+MAX_STATES: int
+MAX_STATE_GROUPS: int
 
 if not TYPE_CHECKING:
 

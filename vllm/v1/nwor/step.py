@@ -19,6 +19,7 @@ the cache that commit left.
                      connector, too (on V2 they follow: they fill blocks of requests
                      that wait, so no draft's slot); not called if all drafts are in
                      shadow blocks (Step.awaits_forward)
+    metadata_final   attention metadata is built, with what the kernels will read
     sampled          rejection sampling is enqueued: the device knows which drafts were
                      accepted; the drafter has not run
     drafts_missed    instead of `sampled`: drafts reached the sampler, and the hooks
@@ -272,6 +273,7 @@ class Observer:
     step_started: Callable[[Scheduled], None] | None = None
     tables_final: Callable[[Step], None] | None = None
     before_forward: Callable[[Step], None] | None = None
+    metadata_final: Callable[[Step, Any], None] | None = None
     sampled: Callable[[Step, Acceptance | None], None] | None = None
     drafts_missed: Callable[[int], None] | None = None
     payload: Callable[[], StepPayload | None] | None = None

@@ -21,6 +21,7 @@ from ..layout.caches import (
 from ..layout.tables import DeviceMemory, LayerCache
 from .observer import NAME, RunnerAudit
 from .state import Audit
+from .states import States, StatesRefused
 from .tables import AuditedGroup, GroupShape, num_bytes
 
 __all__ = ["NAME", "build", "is_wanted", "refused", "reserved_bytes"]
@@ -137,12 +138,23 @@ def _build(
         return "; ".join(of_groups)
     sizes = _sizes(limits, config)
     block_sizes = [group.block_size for group in caches.groups]
+    followed = [group for group in caches.states if group.states]
+    of_groups += [
+        f"group {group.group_id}: {len(group.states)} recurrent states"
+        if group.states
+        else f"group {group.group_id}: states off ({group.refusal})"
+        for group in caches.states
+    ]
     budget = min(config.audit_mib, 1 << 30) << 20  # a number of blocks is int64
 
     def audit_in(memory: DeviceMemory) -> Audit:
         groups = [AuditedGroup(of, layers, *sizes, memory) for of, layers in audited]
         about = budget, sizes[0], block_sizes, memory, limits.loads
-        return Audit(groups, *about, limits.is_async)
+        states = None
+        if followed:
+            of = sizes[0], caches.num_blocks, limits.num_drafts, memory
+            states = States(followed, *of)
+        return Audit(groups, *about, limits.is_async, states)
 
     try:
         audit = audit_in(DeviceMemory(limits.device, storage))

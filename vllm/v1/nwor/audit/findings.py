@@ -35,6 +35,7 @@ logger = logging.getLogger("vllm.v1.nwor")
 Slot = tuple[Sequence[torch.Tensor], torch.cuda.Event | None]
 
 CLASSES = tuple(FINDINGS)
+OF_STATES = CLASSES[CLASSES.index("stale_state") : CLASSES.index("state_ahead") + 1]
 shared("FINDING_CLASSES", [kind for kind in CLASSES if kind != STALE])
 
 
@@ -79,7 +80,7 @@ class Finding:
     layer: str | None
     num_layers: int
     block: int
-    slot: int
+    slot: int | None
     position: int
     owner: str | None
     writer: Writer
@@ -87,17 +88,27 @@ class Finding:
     expected: str
     found: str
     weights: dict[str, dict[str, Any]] | None = None
+    state: str | None = None
+    column: int | None = None
 
     def line(self) -> str:
         """One line of JSON behind what the class means."""
         return f"{self.kind}: {FINDINGS[self.kind]}: {json.dumps(asdict(self))}"
 
 
-def decode(row: Sequence[int], group: AuditedGroup, requests: Requests) -> Finding:
-    """A row of `findings`, in the columns of Finding of csrc/nwor/audit/audit.h."""
+def decode(
+    row: Sequence[int],
+    group: AuditedGroup,
+    requests: Requests,
+    states: Sequence[tuple[str, str, int]] = (),
+) -> Finding:
+    """A row of `findings`, in the columns of Finding of csrc/nwor/audit/audit.h.
+    states: as States.layers."""
     step, number, owner, position, slot, layer, num_layers = row[:7]
     writer, writer_step, *values = row[7:]
     kind, shape = CLASSES[number], group.shape
+    if kind in OF_STATES:
+        return _of_state(kind, row, requests, states[layer])
     # Slots are numbers; the others are bits.
     text = str if kind == "foreign_write" else lambda n: f"{n & (2**64 - 1):#x}"
     expected, found = values
@@ -120,6 +131,30 @@ def decode(row: Sequence[int], group: AuditedGroup, requests: Requests) -> Findi
         text(expected),
         text(found),
         weights,
+    )
+
+
+def _of_state(
+    kind: str, row: Sequence[int], requests: Requests, layer: tuple[str, str, int]
+) -> Finding:
+    step, _, owner, position, place, _, num_layers, writer, writer_step = row[:9]
+    name, state, group_id = layer
+    expected, found = row[9:]
+    return Finding(
+        kind,
+        group_id,
+        name,
+        num_layers,
+        place & ((1 << 40) - 1),
+        None,
+        position,
+        requests.name_of(owner),
+        Writer(requests.name_of(writer), writer, writer_step),
+        step,
+        str(expected),
+        str(found) if found >= 0 else "unknown",
+        state=str(state),
+        column=place >> 40,
     )
 
 
@@ -160,8 +195,13 @@ class Outbox:
     groups: the audited ones. num_sent: calls of `sent` so far.
     """
 
-    def __init__(self, groups: Sequence[AuditedGroup], requests: Requests) -> None:
-        self._groups, self._requests = groups, requests
+    def __init__(
+        self,
+        groups: Sequence[AuditedGroup],
+        requests: Requests,
+        states: Sequence[tuple[str, str, int]] = (),
+    ) -> None:
+        self._groups, self._requests, self._states = groups, requests, states
         table = groups[0].findings
         size, is_pinned = (NUM_SLOTS, len(groups), *table.shape), table.is_cuda
         tables = torch.zeros(size, dtype=table.dtype, pin_memory=is_pinned)
@@ -218,7 +258,8 @@ class Outbox:
             if count:
                 # Threads of a GPU come in any order.
                 rows = sorted(table[1 : 1 + min(count, MAX_KEPT)].tolist())
-                found.findings += [decode(row, group, self._requests) for row in rows]
+                about = group, self._requests, self._states
+                found.findings += [decode(row, *about) for row in rows]
         return True
 
     def take(self, through: int, until: int | None = None) -> Found:

@@ -78,6 +78,7 @@ class RunnerAudit(Observer):
             storage=storage,
             step_started=self._step_started,
             tables_final=self._tables_final,
+            metadata_final=self._metadata_final if audit.states else None,
             sampled=self._sampled,
             output_ready=self._output_ready,
             caches_lost=self._caches_lost,
@@ -92,7 +93,7 @@ class RunnerAudit(Observer):
         self.findings = Findings(path, about, config.audit_stale)
         self._raises = config.audit is AuditMode.RAISE
         self._strict = config.strict_steps
-        self._text_of = caches.text_of
+        self._text_of, self._read_states = caches.text_of, caches.read_states
         self.num_attached = self.last_read = 0
         # Of the outputs returned last, the oldest first: as Outbox.take.
         self._sent: deque[int] = deque(maxlen=MAX_IN_FLIGHT + 1)
@@ -121,6 +122,11 @@ class RunnerAudit(Observer):
     @guarded
     def _tables_final(self, step: Step) -> None:
         self.audit.plan(step, self._text_of)
+
+    @guarded
+    def _metadata_final(self, step: Step, metadata: Any) -> None:
+        if self.audit.is_open and self._read_states is not None:
+            self.audit.read_states(step, *self._read_states(metadata))
 
     @guarded
     def _sampled(self, step: Step, acceptance: Acceptance | None) -> None:

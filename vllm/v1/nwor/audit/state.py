@@ -29,6 +29,7 @@ from ..layout.caches import Loads
 from ..layout.tables import DeviceMemory
 from ..step import Acceptance, Scheduled, Step, Transfer
 from .findings import Outbox
+from .states import States
 from .requests import NO_FEATURES, Identity, Request, Requests, features_of
 from .tables import FILLED, GIVEN, STORED, AuditedGroup
 
@@ -61,6 +62,7 @@ class Audit:
         memory: DeviceMemory,
         loads: Loads = Loads.NONE,
         is_async: bool = False,
+        states: States | None = None,
     ) -> None:
         """budget_bytes: of the caches, compared in a step; 0 compares none.
         block_sizes: tokens a block of each KV-cache group, audited or not. is_async:
@@ -70,7 +72,11 @@ class Audit:
         self.device = memory.device
         self._ops = ops.load_builtins(self.device)
         self.requests = Requests(num_seats)
-        self.outbox = Outbox(self.groups, self.requests)
+        self.states = states
+        # Of the open step: its metadata, and what keeps the addresses there alive.
+        self._states_read: tuple[torch.Tensor, Any] | None = None
+        layers = states.layers if states else ()
+        self.outbox = Outbox(self.groups, self.requests, layers)
         self.step = 0
         self._is_async = is_async
         self._block_sizes = tuple(block_sizes)
@@ -282,6 +288,15 @@ class Audit:
                 step.slot_mappings[group.shape.group_id],
             )
         self._open = step
+        self._states_read = None
+
+    def read_states(self, step: Step, metadata: torch.Tensor, kept: Any) -> None:
+        """Call between plan and the forward, when the kernels' metadata is final.
+        metadata, kept: as RunnerCaches.read_states."""
+        assert self.states is not None
+        rows = self._rows(self.groups[0], step)
+        self._ops.audit_states_read(*rows, self.states.tables, metadata)
+        self._states_read = metadata, kept
 
     def _rows(self, group: AuditedGroup, step: Step) -> tuple[Any, ...]:
         return (
@@ -352,6 +367,12 @@ class Audit:
             cu_num_logits = step.cu_num_logits[step.num_leading_zeros :]
             kept = acceptance.sampled_token_ids, acceptance.vocab_size
             kept = *kept, acceptance.num_rejected
+        if self._states_read is not None:
+            assert self.states is not None
+            rows = self._rows(self.groups[0], step)
+            about = self.states.tables, self._states_read[0], cu_num_logits, *kept
+            self._ops.audit_states_written(*rows, *about)
+            self._states_read = None
         # Loaded prefixes first: other requests may share them in the same step.
         names = sorted(fresh, key=lambda name: -self.requests[name].loads)
         texts = map(fresh.__getitem__, names)

@@ -21,7 +21,7 @@ from ..layout.caches import (
     RunnerLimits,
 )
 from ..layout.tables import LayerCache
-from . import connectors
+from . import connectors, states
 from .engine_core import config_refusal, connectors_in_forward, parallel_refusal
 from .layers import draft_layer_names, entry_tokens, sleeps, target_layers
 from .staging import staged_group
@@ -106,6 +106,7 @@ def bound(runner: Any) -> RunnerCaches:
             zip(config.kv_cache_groups, target_layers(runner), strict=True)
         )
     ]
+    of_states = states.groups_of(runner)
     return RunnerCaches(
         limits=limits(runner),
         groups=groups,
@@ -118,6 +119,10 @@ def bound(runner: Any) -> RunnerCaches:
         rank=parallel.rank,
         world_size=parallel.world_size,
         vllm_version=vllm.__version__,
+        states=of_states,
+        read_states=states.StateMetadata(
+            [group.states[0].name for group in of_states if group.states]
+        ).read,
     )
 
 

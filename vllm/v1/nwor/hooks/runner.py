@@ -58,7 +58,7 @@ _builders: list[Builder] = []
 
 # Moments that are called from the outermost observer to the innermost, and from the
 # innermost to the outermost.
-INWARDS = ("step_started", "tables_final", "before_forward")
+INWARDS = ("step_started", "tables_final", "before_forward", "metadata_final")
 OUTWARDS = (
     *("sampled", "drafts_missed", "payload", "output_ready", "step_failed"),
     *("blocks_transferred", "caches_lost", "hooks_failed", "shut_down"),

@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+from vllm.forward_context import get_forward_context
+
 from ..base.wrap import Wrapped, argument
 from ..step import SampledIds, Step
 from . import runner as shared
@@ -83,6 +85,10 @@ def _model_forward(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any
         if state.step is not None and state.step.awaits_forward:
             for before_forward in state.before_forward:
                 before_forward(state.step)
+        if state.step is not None and state.metadata_final:
+            metadata = get_forward_context().attn_metadata
+            for metadata_final in state.metadata_final:
+                metadata_final(state.step, metadata)
     return wrapped(*args, **kwargs)
 
 

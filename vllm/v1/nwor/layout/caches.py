@@ -7,10 +7,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .regions import StagedGroup
+from .states import StateGroup
 from .tables import LayerCache
 
 
@@ -121,6 +123,8 @@ class RunnerCaches:
     that of Step.state_of_request or, without it, the batch row; then the number is that
     of the tokens computed before this step, whatever is asked for.
     rank, world_size: of this worker. vllm_version: as vLLM says it.
+    states: recurrent ones. read_states: reads a step's metadata, of the groups that are
+    followed (hooks.states.StateMetadata.read).
     """
 
     limits: RunnerLimits
@@ -132,3 +136,5 @@ class RunnerCaches:
     rank: int
     world_size: int
     vllm_version: str
+    states: Sequence[StateGroup] = ()
+    read_states: Callable[[Any], tuple[torch.Tensor, Any]] | None = None

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The audit of recurrent states: its tables, and the launchers' arguments.
+// states_rules.h has the comparisons. It reads states and never writes them.
+//
+// A layer with recurrent state keeps a few bytes that stand for all tokens before.
+// There are two kinds. A *temporal* state is a matrix a head; in a verification window
+// the layer writes one for each token, each to a block of its own (a *column* of the
+// request's block table), and the next step goes on from that of the last accepted one.
+// A *convolution* keeps its last inputs in a buffer of one block, a column for each
+// token; after n tokens of a window were kept, the next step reads from column n - 1
+// on.
+//
+// What is compared is a *sample*: kSampleWords words, for temporal states from as many
+// heads as there are parts.
+//
+// vllm/v1/nwor/audit/states.py allocates the tables.
+#pragma once
+
+#include "audit/audit.h"
+
+namespace nwor {
+
+constexpr int64_t kSampleWords = 32;
+constexpr int64_t kSampleParts = 8;
+// Columns of a convolution's buffer, at most, and groups with recurrent state.
+constexpr int64_t kMaxBuffer = 32;
+constexpr int64_t kMaxStateGroups = 16;
+// States of all layers, at most.
+constexpr int64_t kMaxStates = 1024;
+
+// One state of one layer. A row of `states`, int64 [num_states, 39]; sizes in bytes.
+struct State {
+  const uint8_t* base;
+  int64_t block_stride;
+  int64_t group;        // row of StatesArgs::metadata
+  int64_t window;       // columns that a convolution reads; 0: a temporal state
+  int64_t num_columns;  // of the buffer of a convolution
+  int64_t column_stride;
+  int64_t word_bytes;  // 2, 4 or 8
+  int64_t offsets[kSampleWords];
+
+  NWOR_HOST_DEVICE bool is_temporal() const { return window == 0; }
+};
+constexpr int64_t kStateColumns = sizeof(State) / sizeof(int64_t);
+
+// What a request in the batch has written. A row of `state_seats`, int64
+// [num_seats, 23].
+struct StateSeat {
+  int64_t generation;    // 0: nothing
+  int64_t length;        // tokens that are in the state which it reads next
+  int64_t first_length;  // tokens that are in the first of its last columns
+  int64_t num_columns;
+  int64_t step;
+  // Tokens whose inputs a convolution's buffer has, and the first column that is read.
+  int64_t num_buffered;
+  int64_t first_read;
+  int32_t buffered[kMaxBuffer];
+};
+static_assert(sizeof(StateSeat) == 184, "a StateSeat is a row of state_seats");
+
+// Where the kernels of a step find a group's states: vLLM's own metadata, device
+// memory. Batch rows are windows (they keep a state for each token) or not. A row of
+// `metadata`, int64 [num_groups, 8].
+struct StateMetadata {
+  const uint8_t* is_window;      // [num_reqs] bool; nullptr: no row is one
+  const int32_t* window_blocks;  // [windows, 1 + K], rows may be strided
+  int64_t window_stride;
+  const int32_t* num_accepted;  // [windows]: n, so that column n - 1 is read
+  const int32_t* blocks;        // of the other rows; strided
+  int64_t block_stride;
+  const uint8_t* has_state;  // of the other rows: bool; nullptr: all have
+  int64_t num_decodes;       // the first of the other rows, which all have
+};
+constexpr int64_t kMetadataColumns = sizeof(StateMetadata) / sizeof(int64_t);
+
+// The begin of `state_tables`, int64 on the host.
+struct StateTables {
+  const State* states;
+  StateSeat* state_seats;
+  uint64_t* wanted;   // [num_seats, num_states]: of the sample that is read next
+  uint64_t* columns;  // [num_seats, num_states, max_columns]: of those written last
+  uint64_t* scratch;  // [num_seats, num_states, num_scratch], by batch row: from before
+  int32_t* last_tokens;  // [num_groups, num_blocks]: the last one that a block's
+                         // temporal states have; -1: not known
+  int64_t* totals;       // [2]: samples compared; read, but not known
+  int64_t num_states;
+  int64_t num_groups;
+  int64_t max_columns;  // 1 + K
+  int64_t conv_window;  // State::window of the convolutions
+  int64_t num_scratch;
+  int64_t num_state_blocks;
+
+  NWOR_HOST_DEVICE uint64_t* scratch_of(int64_t row, int64_t state) const {
+    return scratch + (row * num_states + state) * num_scratch;
+  }
+  NWOR_HOST_DEVICE uint64_t* columns_of(int64_t seat, int64_t state) const {
+    return columns + (seat * num_states + state) * max_columns;
+  }
+};
+constexpr int64_t kStateTablesColumns = sizeof(StateTables) / sizeof(int64_t);
+
+struct StatesArgs : AuditStep, StateTables {
+  StateMetadata metadata[kMaxStateGroups];
+};
+
+// Before the forward, when metadata is final and vLLM has copied what it copies.
+struct AuditStatesReadArgs : StatesArgs {
+  static constexpr const char* kOp = "audit_states_read";
+};
+
+// After sampling; before audit_resolve.
+struct AuditStatesWrittenArgs : StatesArgs {
+  static constexpr const char* kOp = "audit_states_written";
+  const int32_t* cu_num_logits = nullptr;  // [num_reqs], or nullptr: no drafts
+  Acceptance acceptance{};
+};
+
+}  // namespace nwor

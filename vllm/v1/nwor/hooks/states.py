@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent states: where vLLM keeps them, and which ones the kernels of a step read
+and write, as their own metadata says.
+
+Followed are gated delta nets (GDNAttentionMetadata) whose states are not found in the
+prefix cache (mamba_cache_mode none).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.v1 import kv_cache_interface as kv
+
+from ..base.errors import error_text
+from ..layout.states import StateCache, StateGroup, StateKind
+
+# Of vLLM's metadata for layers with recurrent state, the followed kind.
+FOLLOWED = "GDNAttentionMetadata"
+
+
+def groups_of(runner: Any) -> list[StateGroup]:
+    """One for each KV-cache group with recurrent state. The caches have been bound.
+    Raises nothing."""
+    found = []
+    for gid, group in enumerate(runner.kv_cache_config.kv_cache_groups):
+        if isinstance(group.kv_cache_spec, kv.MambaSpec):
+            try:
+                found.append(_group(runner, gid, group))
+            except Exception as error:
+                reason = f"its states could not be examined: {error_text(error)}"
+                found.append(StateGroup(gid, (), reason))
+    return found
+
+
+def _group(runner: Any, gid: int, group: Any) -> StateGroup:
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    spec = group.kv_cache_spec
+    kind = getattr(spec.mamba_type, "name", str(spec.mamba_type))
+    if kind != "GDN_ATTN":
+        return StateGroup(gid, (), f"{kind} is not followed, only GDN_ATTN is")
+    if spec.mamba_cache_mode != "none":
+        mode = spec.mamba_cache_mode
+        return StateGroup(gid, (), f"mamba_cache_mode is {mode}, only none is followed")
+    modules = runner.compilation_config.static_forward_context
+    states: list[StateCache] = []
+    for name in group.layer_names:
+        caches = modules[name].kv_cache
+        if len(caches) != 2:
+            reason = f"layer {name} has {len(caches)} states; expected 2"
+            return StateGroup(gid, (), reason)
+        conv, temporal = caches
+        if is_conv_state_dim_first():
+            conv = conv.transpose(1, 2)
+        window = conv.shape[1] - spec.num_speculative_blocks
+        states.append(StateCache(name, StateKind.CONV, conv, window))
+        states.append(StateCache(name, StateKind.TEMPORAL, temporal))
+    return StateGroup(gid, states)
+
+
+class StateMetadata:
+    """Reads the metadata of the audited groups. layers: one layer of each group."""
+
+    def __init__(self, layers: Sequence[str]) -> None:
+        self._layers = tuple(layers)
+
+    def read(self, of_layers: Any) -> tuple[torch.Tensor, Any]:
+        """StateMetadata of csrc/nwor/audit/states.h for each group, [num_groups, 8]
+        int64, cpu, and what keeps its addresses alive.
+
+        of_layers: vLLM's metadata by layer.
+
+        Raises:
+            TypeError: it is of another kind.
+        """
+        if not isinstance(of_layers, dict):
+            raise TypeError(f"metadata is a {type(of_layers).__name__}, expected a dict")
+        found = [of_layers[name] for name in self._layers]
+        return torch.tensor([_columns(one) for one in found]), found
+
+
+def _columns(metadata: Any) -> tuple[int, ...]:
+    if type(metadata).__name__ != FOLLOWED:
+        kind = type(metadata).__name__
+        raise TypeError(f"a layer's metadata is a {kind}, expected {FOLLOWED}")
+    windows = metadata.spec_sequence_masks
+    blocks = metadata.non_spec_state_indices_tensor
+    has_state = metadata.has_initial_state
+    of_windows: tuple[int, ...] = (0, 0, 0, 0)
+    if windows is not None:
+        table = metadata.spec_state_indices_tensor
+        accepted = metadata.num_accepted_tokens
+        of_windows = windows.data_ptr(), table.data_ptr(), table.stride(0)
+        of_windows = *of_windows, accepted.data_ptr()
+    of_others = (0, 0) if blocks is None else (blocks.data_ptr(), blocks.stride(0))
+    return (
+        *of_windows,
+        *of_others,
+        0 if has_state is None else has_state.data_ptr(),
+        metadata.num_decodes,
+    )

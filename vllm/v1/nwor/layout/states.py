@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent states of a model runner, described by the hooks."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+class StateKind(enum.StrEnum):
+    """TEMPORAL: a matrix a head, one for each token of a verification window, each in a
+    block of its own. CONV: the last inputs of a convolution, all in one block."""
+
+    TEMPORAL = "temporal"
+    CONV = "conv"
+
+
+@dataclass(frozen=True)
+class StateCache:
+    """One state of one layer. The owner of its table keeps `tensor` alive.
+
+    name: of the layer. tensor, device: [num_blocks, num_heads, rows, columns], or of a
+    convolution [num_blocks, num_columns, num_channels]. window: columns that a
+    convolution reads; 0 for a temporal state.
+    """
+
+    name: str
+    kind: StateKind
+    tensor: torch.Tensor
+    window: int = 0
+
+
+@dataclass(frozen=True)
+class StateGroup:
+    """The recurrent states of one KV-cache group. refusal: why they are not understood,
+    or empty."""
+
+    group_id: int
+    states: Sequence[StateCache]
+    refusal: str = ""
