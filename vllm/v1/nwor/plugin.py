@@ -40,6 +40,7 @@ HOOKS = {
 AUDIT_HOOKS = {
     "vllm.v1.engine.core": ".hooks.weights",
     "vllm.v1.worker.gpu_worker": ".hooks.worker",
+    "vllm.v1.worker.gpu.model_states.mamba_hybrid": ".hooks.states",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": (
         ".hooks.connectors"
     ),

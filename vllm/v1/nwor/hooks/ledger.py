@@ -286,6 +286,14 @@ SCHEDULE = HookTarget(
     REQUEST_DATA,
     for_audit=True,
 )
+STATE_METADATA = HookTarget(
+    "vllm.v1.worker.gpu.model_states.mamba_hybrid",
+    "MambaHybridModelState.prepare_attn",
+    ("self", "input_batch"),
+    "recurrent states: the kernels' metadata is built, and blocks are copied",
+    BEFORE_FORWARD,
+    for_audit=True,
+)
 GET_OUTPUT = HookTarget(
     "vllm.v1.outputs",
     "AsyncModelRunnerOutput.get_output",

@@ -23,7 +23,7 @@ from ..base.wrap import HookTarget, HostMismatch, Wrapped, Wrapper, install_all
 from ..config import Mode, NworConfig
 from ..layout.caches import ExpectedCaches, RunnerCaches
 from ..step import Observer, Step
-from . import caches, connectors, outputs, weights
+from . import caches, connectors, outputs, states, weights
 from .ledger import V1_COMMON
 from .scheduled import ScheduledStep
 
@@ -279,6 +279,7 @@ def _observed(runner: Any, config: NworConfig) -> RunnerState:
         weights.watch(runner)
     if state.blocks_transferred:
         connectors.watch(runner)
+    states.watch(runner, state)
     return state
 
 

@@ -9,16 +9,41 @@ prefix cache (mamba_cache_mode none).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from vllm.v1 import kv_cache_interface as kv
 
 from ..base.errors import error_text
+from ..base.wrap import Wrapped, install_all
 from ..layout.states import StateCache, StateGroup, StateKind
+from .ledger import STATE_METADATA
 
 # Of vLLM's metadata for layers with recurrent state, the followed kind.
 FOLLOWED = "GDNAttentionMetadata"
+
+
+def install(module: ModuleType) -> None:
+    """Wraps the V2 runner's part for hybrid models in `module`. Raises HostMismatch."""
+    install_all(module, {STATE_METADATA: _prepare_attn})
+
+
+def watch(runner: Any, state: Any) -> None:
+    """Call when the observers of a runner are built. state: its RunnerState."""
+    model_state = getattr(runner, "model_state", None)
+    if model_state is not None and state.metadata_final:
+        model_state.nwor_state = state
+
+
+def _prepare_attn(wrapped: Wrapped, model_state: Any, args: Any, kwargs: Any) -> Any:
+    """Graph capture, dummy runs and drafters call it, too: then there is no Step."""
+    metadata = wrapped(*args, **kwargs)
+    state = model_state.__dict__.get("nwor_state")
+    if state is not None and state.step is not None:
+        for metadata_final in state.metadata_final:
+            metadata_final(state.step, metadata)
+    return metadata
 
 
 def groups_of(runner: Any) -> list[StateGroup]:
