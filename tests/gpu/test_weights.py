@@ -92,7 +92,10 @@ def seen(finding: dict[str, Any]) -> tuple[Any, ...]:
 @ENGINES
 def test_hits_on_blocks_of_other_weights_are_found(runs, engine):
     for mode, run in runs[engine].items():
-        check_rows(BY_NAME[engine], mode, run.whole())
+        report = run.whole()
+        assert report["facts"]["async_scheduling"]
+        assert report["facts"]["runner"].startswith("vllm.v1.worker.gpu.")  # V2
+        check_rows(BY_NAME[engine], mode, report)
 
 
 @RANKS
