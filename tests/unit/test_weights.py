@@ -310,7 +310,8 @@ def test_other_weights_are_told_from_another_text(writer, shift, kind):
     expected, found = text + reader.seed, text + writer.seed + shift
     number = 1  # wrong_prefix
     row = (9, number, ids[1], 0, 32, -1, 0, ids[0], 5, expected, found)
-    group = SimpleNamespace(shape=SimpleNamespace(group_id=0, block_size=16))
+    shape = SimpleNamespace(group_id=0, block_size=16)
+    group = SimpleNamespace(shape=shape, lost_at=0)
     finding = decode(row, group, requests)
     assert (finding.kind, finding.owner, finding.writer.request) == (
         kind,

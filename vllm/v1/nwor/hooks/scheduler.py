@@ -17,7 +17,8 @@ fields of a dataclass by name, and a decoder skips unknown ones.
 The workers get this, only for the audit (`schedule`): a request's `cache_salt`, which
 separates its blocks from those of the same text with another salt; how much of its
 prefix comes from the local cache and not from a KV connector; and whether the connector
-has reported the load as done.
+has reported the load as done. A worker's output may say that weights were changed: that
+reaches the engine core's epochs (`weights`) with metrics off, too.
 
 A failure here loses counts, never tokens: it is logged once, and counted as a breach
 (VLLM_NWOR_STRICT=always raises instead).
@@ -26,13 +27,14 @@ A failure here loses counts, never tokens: it is logged once, and counted as a b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from .. import commits
 from ..base.errors import report_failure
-from ..base.wrap import Wrapped, extend, install_all
+from ..base.wrap import HookTarget, Wrapped, Wrapper, extend, install_all
 from ..commits import Commit
 from ..config import AuditMode, NworConfig
 from ..metrics import Counted, NworStats
@@ -51,12 +53,14 @@ def install(module: ModuleType) -> None:
     """Wraps the scheduler in `module`, and gives SchedulerStats its field. Raises
     HostMismatch if it is not as expected; nothing was wrapped then."""
     config = NworConfig.from_env()
-    wrappers = {}
+    wrappers: dict[HookTarget, Wrapper] = {}
     if config.emit_metrics:
         add_report_field()
         wrappers[UPDATE_FROM_OUTPUT] = _update_from_output
     if config.audit is not AuditMode.OFF:
         wrappers[SCHEDULE] = _schedule
+        next_one = wrappers.get(UPDATE_FROM_OUTPUT)
+        wrappers[UPDATE_FROM_OUTPUT] = partial(_audited_update, next_one)
     install_all(module, wrappers)
 
 
@@ -65,6 +69,18 @@ def add_report_field() -> None:
     decodes it. Raises HostMismatch."""
     cls = getattr(import_module(STATS), "SchedulerStats", None)
     extend(cls, f"{STATS}.SchedulerStats", "nwor_report")
+
+
+def _audited_update(
+    then: Wrapper | None, wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any
+) -> Any:
+    """then: _update_from_output, None while metrics are off."""
+    output = args[1] if len(args) > 1 else kwargs["model_runner_output"]
+    if steps := getattr(output, "nwor_weights", None):
+        weights.changed_unannounced(scheduler, steps)
+    if then is None:
+        return wrapped(*args, **kwargs)
+    return then(wrapped, scheduler, args, kwargs)
 
 
 def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) -> Any:
