@@ -29,6 +29,7 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 import torch
+from vllm.device_allocator import cumem
 from vllm.distributed import kv_transfer
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -1902,6 +1903,67 @@ def test_a_wake_up_of_the_cache_makes_it_another_one(tags, is_known):
     assert set(fields(found, "kind slot")) == (
         {("changed", 2 * N)} if is_known else set()
     )
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    """vLLM's own allocator of sleep mode, without its memory: of one part of the
+    weights, and of two parts of the KV cache."""
+    for name in ("create_and_map", "unmap_and_release", "libcudart"):
+        monkeypatch.setattr(cumem, name, Mock())
+    monkeypatch.setattr(torch.accelerator, "empty_cache", Mock())
+    found = object.__new__(cumem.CuMemAllocator)
+    handle = (0, 8, 0, 0)
+    found.pointer_to_data = {
+        number: cumem.AllocationData(handle, tag)
+        for number, tag in enumerate(["weights", "kv_cache", "kv_cache"])
+    }
+    worker.install(cumem)
+    return found
+
+
+OFFLOADED = {
+    "nothing": (None, True),
+    "weights, as level 1 does": ("weights", True),
+    "the caches": (("kv_cache",), False),
+}
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+@pytest.mark.parametrize("offloaded", OFFLOADED)
+def test_a_framework_that_drives_the_allocator_itself(
+    allocator, offloaded, sleeps, monkeypatch
+):
+    """Content is lost when the caches wake up, if it was not copied to the host; of
+    runners that use sleep mode."""
+    tags, is_dropped = OFFLOADED[offloaded]
+    monkeypatch.setattr(worker, "sleeps", lambda runner: sleeps)
+    world = computed()
+    monkeypatch.setattr(worker, "bound_runners", [world.runner])
+    world.finish("a")
+    allocator.sleep(offload_tags=tags)
+    allocator.wake_up(["weights"])
+    assert world.runs("b", TEXT[:5], [1, 3], hit=N) == []
+    allocator.wake_up(tags=["kv_cache"])
+    found = world.runs("c", TEXT[:5], [1, 4], hit=N)
+    is_lost = is_dropped and sleeps
+    assert (
+        fields(found, "kind found") == [("wrong_prefix", audit_findings.LOST)] * is_lost
+    )
+    world.step(b=0)
+    allocator.wake_up()  # nothing is asleep
+    assert world.runs("d", [*TEXT[:4], 3], [4, 5], hit=0) == []
+    assert world.runs("e", [*TEXT[:4], 4], [4, 6], hit=N) == []
+
+
+def test_an_allocator_that_is_not_as_expected_ends_the_audit(allocator, monkeypatch):
+    monkeypatch.setattr(worker, "sleeps", lambda runner: True)
+    world = prefilled(strict=False)
+    monkeypatch.setattr(worker, "bound_runners", [world.runner])
+    allocator.pointer_to_data[1] = SimpleNamespace(tag="kv_cache")
+    with nwor_log() as lines, pytest.raises(AttributeError):
+        allocator.wake_up()  # vLLM's own
+    assert lines == ["ERROR NWOR audit: disabled after an internal error"]
 
 
 def test_a_hit_on_what_a_sleep_dropped():
