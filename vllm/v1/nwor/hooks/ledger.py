@@ -316,7 +316,7 @@ ALLOCATOR_WAKE_UP = HookTarget(
     ALLOCATOR,
     "CuMemAllocator.wake_up",
     ("self", "tags"),
-    "the same where a framework drives the allocator itself",
+    "the content of the KV caches is lost, also where a framework calls it",
     CONTENT_LOST,
     for_audit=True,
 )

@@ -27,14 +27,13 @@ A failure here loses counts, never tokens: it is logged once, and counted as a b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from .. import commits
 from ..base.errors import report_failure
-from ..base.wrap import HookTarget, Wrapped, Wrapper, extend, install_all
+from ..base.wrap import Wrapped, extend, install_all
 from ..commits import Commit
 from ..config import AuditMode, NworConfig
 from ..metrics import Counted, NworStats
@@ -53,14 +52,14 @@ def install(module: ModuleType) -> None:
     """Wraps the scheduler in `module`, and gives SchedulerStats its field. Raises
     HostMismatch if it is not as expected; nothing was wrapped then."""
     config = NworConfig.from_env()
-    wrappers: dict[HookTarget, Wrapper] = {}
+    wrappers = {}
+    is_audited = config.audit is not AuditMode.OFF
     if config.emit_metrics:
         add_report_field()
+    if config.emit_metrics or is_audited:
         wrappers[UPDATE_FROM_OUTPUT] = _update_from_output
-    if config.audit is not AuditMode.OFF:
+    if is_audited:
         wrappers[SCHEDULE] = _schedule
-        next_one = wrappers.get(UPDATE_FROM_OUTPUT)
-        wrappers[UPDATE_FROM_OUTPUT] = partial(_audited_update, next_one)
     install_all(module, wrappers)
 
 
@@ -71,22 +70,12 @@ def add_report_field() -> None:
     extend(cls, f"{STATS}.SchedulerStats", "nwor_report")
 
 
-def _audited_update(
-    then: Wrapper | None, wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any
-) -> Any:
-    """then: _update_from_output, None while metrics are off."""
-    output = args[1] if len(args) > 1 else kwargs["model_runner_output"]
-    if steps := getattr(output, "nwor_weights", None):
-        weights.changed_unannounced(scheduler, steps)
-    if then is None:
-        return wrapped(*args, **kwargs)
-    return then(wrapped, scheduler, args, kwargs)
-
-
 def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) -> Any:
     # Hot path: after a forward these objects are cold in the CPU's caches.
     stats: NworStats = getattr(scheduler, "nwor_stats", None) or _new_stats(scheduler)
     output = args[1] if len(args) > 1 else kwargs["model_runner_output"]
+    if steps := getattr(output, "nwor_weights", None):
+        weights.changed_unannounced(scheduler, steps)
     payload = getattr(output, "nwor_stats", None)
     if payload is None and not stats.report and not commits.registered:
         return wrapped(*args, **kwargs)
