@@ -1796,7 +1796,7 @@ FAILING = {
     "blocks_transferred": lambda world: (world.audit, "on_transfer"),
     "output_ready": lambda world: (world.observer, "_sent"),
     "the output is read": lambda world: (world.audit.outbox, "take"),
-    "caches_lost": lambda world: (world.audit, "forget_cache"),
+    "caches_lost": lambda world: (world.audit, "lose_cache"),
     "shut_down": lambda world: (world.observer.findings, "conclude"),
     "no scheduler output": {"scheduled": object},
     "no metadata of a connector": {"scheduled": without_metadata},
@@ -1971,7 +1971,7 @@ def test_a_hit_on_what_a_sleep_dropped():
     world = computed()
     world.finish("a")
     assert world.runs("b", OTHER[:N], [3]) == []
-    world.audit.forget_cache()
+    world.audit.lose_cache()
     assert world.runs("c", OTHER[:N], [5, 7], rejected=(77,)) == []
     world.finish("b", "c")
     found = world.runs("d", TEXT[:9], [1, 2, 6], hit=2 * N)

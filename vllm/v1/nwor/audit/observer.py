@@ -133,7 +133,7 @@ class RunnerAudit(Observer):
 
     @guarded
     def _caches_lost(self) -> None:
-        self.audit.forget_cache()
+        self.audit.lose_cache()
 
     @guarded
     def _output_ready(self) -> OutputRead:

@@ -228,10 +228,15 @@ class Audit:
             self._ops.audit_snapshot(group.tables, again)
 
     def forget_cache(self) -> None:
+        """Restarts with a cache that nobody has written."""
+        for group in self.groups:
+            group.forget_cache()
+
+    def lose_cache(self) -> None:
         """Call when the cache's content is gone, as after a wake-up: what its slots
         hold is then nobody's text."""
         for group in self.groups:
-            group.forget_cache(self.step)
+            group.lose_cache(self.step)
 
     def on_transfer(self, transfer: Transfer) -> None:
         """A KV connector is about to read blocks (handed_on), or to fill them. The

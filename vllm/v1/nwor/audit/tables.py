@@ -171,9 +171,16 @@ class AuditedGroup:
         """The numbers of the last stores to `places`; 0 if not known."""
         return [self.numbers.get(place, 0) for place in places]
 
-    def forget_cache(self, step: int) -> None:
-        """Forgets the content of the cache's slots, but not who wrote it last, nor the
-        owners of blocks, nor the copies of stored blocks. step: the last one."""
+    def _of_slots(self) -> torch.Tensor:
+        """The records of the cache's slots."""
+        return self.records[: self.shape.num_blocks * self.shape.block_size]
+
+    def forget_cache(self) -> None:
+        """Forgets the content of the cache's slots, but not the owners of blocks, nor
+        the copies of stored blocks."""
+        self._of_slots().zero_()
+
+    def lose_cache(self, step: int) -> None:
+        """The same, but not who wrote it last. step: the last one."""
         self.lost_at = step
-        of_slots = self.records[: self.shape.num_blocks * self.shape.block_size]
-        of_slots[:, ::3].zero_()  # hash; state and content
+        self._of_slots()[:, ::3].zero_()  # hash; state and content
