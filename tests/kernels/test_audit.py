@@ -13,6 +13,7 @@ import gc
 import itertools
 import json
 import math
+import pickle
 import re
 import resource
 import threading
@@ -28,6 +29,7 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 import torch
+from vllm.device_allocator import cumem
 from vllm.distributed import kv_transfer
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -36,7 +38,7 @@ from tests.helpers.logs import nwor_log
 from tests.kernels.conftest import DEVICES
 from tests.kernels.reference import random_bytes
 from vllm_nwor import ops
-from vllm_nwor.audit import build, state
+from vllm_nwor.audit import build, fingerprints, state
 from vllm_nwor.audit import findings as audit_findings
 from vllm_nwor.audit import observer as audit_observer
 from vllm_nwor.audit.findings import AuditError, Finding, Findings, Found, Writer
@@ -1487,10 +1489,12 @@ def test_an_output_that_is_read_while_one_is_attached_counts_as_read(monkeypatch
 class Payload:
     """Of an output, while which is made another thread counts."""
 
+    weights_changed = None
+
     def __init__(self, meanwhile):
         self.meanwhile = meanwhile
 
-    def with_audit(self, counts):
+    def with_audit(self, counts, weights_changed):
         self.meanwhile()
         self.counts = counts
         return self
@@ -1781,7 +1785,7 @@ def test_what_vllm_calls_of_the_hooks_is_followed():
     with nwor_log() as lines:
         lives_on(world)
     assert lines == ["INFO NWOR audit: 1 steps, 0 findings"]
-    assert world.audit.groups[0].records.count_nonzero() == 0
+    assert world.audit.groups[0].records[:, ::3].count_nonzero() == 0
 
 
 # What fails: a part of the audit, or what the hooks read.
@@ -1792,7 +1796,7 @@ FAILING = {
     "blocks_transferred": lambda world: (world.audit, "on_transfer"),
     "output_ready": lambda world: (world.observer, "_sent"),
     "the output is read": lambda world: (world.audit.outbox, "take"),
-    "caches_lost": lambda world: (world.audit, "forget_cache"),
+    "caches_lost": lambda world: (world.audit, "lose_cache"),
     "shut_down": lambda world: (world.observer.findings, "conclude"),
     "no scheduler output": {"scheduled": object},
     "no metadata of a connector": {"scheduled": without_metadata},
@@ -1899,6 +1903,211 @@ def test_a_wake_up_of_the_cache_makes_it_another_one(tags, is_known):
     assert set(fields(found, "kind slot")) == (
         {("changed", 2 * N)} if is_known else set()
     )
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    """vLLM's own allocator of sleep mode, without its memory: of one part of the
+    weights, and of two parts of the KV cache."""
+    for name in ("create_and_map", "unmap_and_release", "libcudart"):
+        monkeypatch.setattr(cumem, name, Mock())
+    monkeypatch.setattr(torch.accelerator, "empty_cache", Mock())
+    found = object.__new__(cumem.CuMemAllocator)
+    handle = (0, 8, 0, 0)
+    found.pointer_to_data = {
+        number: cumem.AllocationData(handle, tag)
+        for number, tag in enumerate(["weights", "kv_cache", "kv_cache"])
+    }
+    worker.install(cumem)
+    return found
+
+
+OFFLOADED = {
+    "nothing": (None, True),
+    "weights, as level 1 does": ("weights", True),
+    "the caches": (("kv_cache",), False),
+}
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+@pytest.mark.parametrize("offloaded", OFFLOADED)
+def test_a_framework_that_drives_the_allocator_itself(
+    allocator, offloaded, sleeps, monkeypatch
+):
+    """Content is lost when the caches wake up, if it was not copied to the host; of
+    runners that use sleep mode."""
+    tags, is_dropped = OFFLOADED[offloaded]
+    monkeypatch.setattr(worker, "sleeps", lambda runner: sleeps)
+    world = computed()
+    monkeypatch.setattr(worker, "bound_runners", [world.runner])
+    world.finish("a")
+    allocator.sleep(offload_tags=tags)
+    allocator.wake_up(["weights"])
+    assert world.runs("b", TEXT[:5], [1, 3], hit=N) == []
+    allocator.wake_up(tags=["kv_cache"])
+    found = world.runs("c", TEXT[:5], [1, 4], hit=N)
+    is_lost = is_dropped and sleeps
+    assert (
+        fields(found, "kind found") == [("wrong_prefix", audit_findings.LOST)] * is_lost
+    )
+    world.step(b=0)
+    allocator.wake_up()  # nothing is asleep
+    assert world.runs("d", [*TEXT[:4], 3], [4, 5], hit=0) == []
+    assert world.runs("e", [*TEXT[:4], 4], [4, 6], hit=N) == []
+
+
+def test_an_allocator_that_is_not_as_expected_ends_the_audit(allocator, monkeypatch):
+    monkeypatch.setattr(worker, "sleeps", lambda runner: True)
+    world = prefilled(strict=False)
+    monkeypatch.setattr(worker, "bound_runners", [world.runner])
+    allocator.pointer_to_data[1] = SimpleNamespace(tag="kv_cache")
+    with nwor_log() as lines, pytest.raises(AttributeError):
+        allocator.wake_up()  # vLLM's own
+    assert lines == ["ERROR NWOR audit: disabled after an internal error"]
+
+
+def test_a_hit_on_what_a_sleep_dropped():
+    """Each block of it once; not what was written since, nor a rejected draft."""
+    world = computed()
+    world.finish("a")
+    assert world.runs("b", OTHER[:N], [3]) == []
+    world.audit.lose_cache()
+    assert world.runs("c", OTHER[:N], [5, 7], rejected=(77,)) == []
+    world.finish("b", "c")
+    found = world.runs("d", TEXT[:9], [1, 2, 6], hit=2 * N)
+    assert fields(found, "kind position owner writer found") == [
+        ("wrong_prefix", 0, "d", "a", audit_findings.LOST),
+        ("wrong_prefix", N, "d", "a", audit_findings.LOST),
+    ]
+    assert [finding.writer.step for finding in found] == [1, 1]
+    assert world.runs("e", [*OTHER[:N], 1], [5, 8], hit=N) == []
+    found = world.runs("f", [*OTHER[: N + 1], 1], [5, 7], hit=N + 1)
+    assert fields(found, "kind position writer found") == [
+        ("wrong_prefix", N, "c", "0x0")
+    ]
+
+
+class Words:
+    """Words of parameters, as step.WeightWords."""
+
+    def __init__(self, device, count=1500):
+        bits = random_bytes(count * 8, seed=3).view(torch.int64)
+        self.values = bits.to(device)
+        self.num_looks, self.moved = 0, False
+
+    def addresses(self, device):
+        assert device == self.values.device
+        return [self.values[i].data_ptr() for i in range(len(self.values))]
+
+    def have_moved(self):
+        return self.moved
+
+    def fingerprint(self):
+        found = enumerate(self.values.tolist(), 1)
+        return sum(mix(word + i * GAMMA) for i, word in found) % 2**64
+
+
+@pytest.fixture
+def weighed(monkeypatch):
+    """A world whose audit takes a fingerprint in every third step, and its words."""
+    monkeypatch.setattr(fingerprints, "EVERY", 3)
+    world = World(num_groups=2)
+    words = Words(World.device)
+    world.audit.fingerprints.watch(words)
+    world.add("a", TEXT[:4], [1, 2, 3, 4, 5])
+    return world, words
+
+
+def taken(world):
+    """The fingerprint and its step in each group's header on the device."""
+    headers = [group.findings[0].tolist() for group in world.audit.groups]
+    return [(value % 2**64, step) for *_, value, step in headers]
+
+
+def test_a_fingerprint_is_a_sum_over_words_in_the_steps_in_which_it_is_due(weighed):
+    """Of one group; the ops of other steps read no word."""
+    world, words = weighed
+    for step, last in enumerate([1, 1, 3, 3, 3, 6], 1):
+        assert world.step(a=0) == []
+        if step == last:
+            before = words.fingerprint()
+        assert taken(world) == [(before, last), (0, 0)]
+        assert world.audit.groups[0].tables[world.audit.groups[0]._words].sum() == 0
+        words.values[step * 200] ^= 1 << step
+
+
+def test_words_that_change_places_are_another_fingerprint(weighed):
+    world, words = weighed
+    world.step(a=0)
+    (first, _), _ = taken(world)
+    words.values[:2] = words.values[:2].flip(0).clone()
+    words.num_looks += 1
+    world.step(a=0)
+    (second, step), _ = taken(world)
+    assert (second != first, step) == (True, 2)
+
+
+def test_a_change_is_said_until_somebody_looks(weighed):
+    """Between the last step with the old fingerprint, and one with another."""
+    world, words = weighed
+    found = []
+
+    def steps(count):
+        for _ in range(count):
+            world.step(a=0)
+            found.append(world.audit.fingerprints.take())
+
+    steps(4)
+    words.values[1400] += 1
+    steps(5)
+    assert found == [None] * 5 + [(3, 6), None, None, (3, 9)]
+    words.values[1400] -= 1  # what somebody looks at is what counts
+    steps(3)
+    words.values[0] += 1
+    words.num_looks += 1
+    found.clear()
+    steps(7)
+    assert found == [None] * 7
+    words.values[0] -= 1
+    steps(2)
+    assert found[-1] == (18, 21)
+
+
+def test_words_that_may_be_freed_are_not_read(weighed):
+    world, words = weighed
+    world.step(a=0)
+    words.moved = True
+    for _ in range(2):
+        world.step(a=0)
+    assert world.audit.fingerprints.take() == (1, 3)
+    assert taken(world)[0][1] == 1
+    words.values, words.moved = words.values.clone() + 1, False
+    words.num_looks += 1
+    world.step(a=0)
+    assert world.audit.fingerprints.take() is None
+    assert taken(world)[0] == (words.fingerprint(), 4)
+
+
+def test_a_model_without_words_has_no_fingerprint():
+    world = World()
+    world.audit.fingerprints.watch(Words(World.device, count=0))
+    world.add("a", TEXT[:4], [1, 2])
+    world.step(a=0)
+    assert taken(world) == [(0, 0)]
+
+
+def test_a_change_leaves_with_the_next_output_that_has_requests(weighed):
+    """Where another process reads it, and metrics may be off."""
+    world, words = weighed
+    for _ in range(2):
+        world.step(a=0)
+    words.values += 1
+    world.step(a=0)
+    assert not hasattr(world.ends(SimpleNamespace(req_ids=[])), "nwor_weights")
+    output = world.ends(SimpleNamespace(req_ids=["a"]))
+    assert output.nwor_weights == (1, 3)
+    assert pickle.loads(pickle.dumps(output)).nwor_weights == (1, 3)
+    assert not hasattr(world.ends(SimpleNamespace(req_ids=["a"])), "nwor_weights")
 
 
 @pytest.mark.parametrize("heads", [1, 3])

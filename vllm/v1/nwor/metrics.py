@@ -86,8 +86,9 @@ AUDIT_COUNTERS = {
     "steps": "Steps that the KV audit has looked at; reported once a second.",
     "unverified": "Slots that a request took over and that cannot be audited.",
 }
-# What changed weights: a method of vLLM, or an RPC of another name. Of several, which
-# may be called by one another, the first one here is named.
+# What changed weights: a method of vLLM, an RPC of another name, or a write that
+# nothing announced. Of several, which may be called by one another, the first one here
+# is named.
 WEIGHT_ROUTES = (
     "update_weights",
     "reload_weights",
@@ -95,7 +96,9 @@ WEIGHT_ROUTES = (
     "load_weights",
     "start_weight_update",
     "finish_weight_update",
-    "rpc",
+    WAKE_UP := "wake_up",
+    OTHER_RPC := "rpc",
+    UNANNOUNCED := "unannounced",
 )
 WEIGHT_CHANGES = "weight_changes"
 WEIGHT_CHANGES_HELP = "Changes of the target model's weights, by the call that did it."

@@ -40,6 +40,7 @@ HOOKS = {
 AUDIT_HOOKS = {
     "vllm.v1.engine.core": ".hooks.weights",
     "vllm.v1.worker.gpu_worker": ".hooks.worker",
+    "vllm.device_allocator.cumem": ".hooks.worker",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": (
         ".hooks.connectors"
     ),

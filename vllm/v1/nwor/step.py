@@ -228,6 +228,21 @@ class Scheduled(Protocol):
     def weights(self) -> Weights: ...
 
 
+class WeightWords(Protocol):
+    """A sample of the target model's parameters.
+
+    num_looks: how often their content was looked at.
+    """
+
+    num_looks: int
+
+    def addresses(self, device: torch.device) -> list[int]:
+        """Of its words of 8 bytes on `device`, as of now."""
+
+    def have_moved(self) -> bool:
+        """Whether a parameter is not where the last `addresses` found it."""
+
+
 class Transfer(NamedTuple):
     """Blocks that a KV connector is about to read, or to fill (fills).
 
@@ -251,8 +266,9 @@ class Observer:
     None. The module's docstring describes the moments.
 
     name: "transaction" or "audit". every_step: whether a Step is built for steps
-    without drafts, too. needs_weights: whether changes of the weights are followed
-    (Scheduled.weights). infos: rows of vllm:nwor_info (metrics.GroupInfo).
+    without drafts, too. weights_watched: the hooks follow changes of the weights
+    (Scheduled.weights) if it is not None, and call it once, before the first step.
+    infos: rows of vllm:nwor_info (metrics.GroupInfo).
     storage: device memory that was reserved for it and that it uses, or None.
     leave: set by the hooks: ends this observer. Any thread may call it, more than once.
 
@@ -264,7 +280,7 @@ class Observer:
 
     name: str
     every_step: bool = False
-    needs_weights: bool = False
+    weights_watched: Callable[[WeightWords], None] | None = None
     infos: Sequence[tuple[object, ...]] = ()
     storage: torch.Tensor | None = None
     leave: Callable[[], None] = lambda: None

@@ -27,6 +27,7 @@ import torch
 from ..config import StaleMode
 from ..metrics import FINDINGS, STALE
 from ..ops import shared
+from .fingerprints import Fingerprints
 from .requests import Requests
 from .tables import MAX_KEPT, AuditedGroup
 
@@ -42,6 +43,8 @@ shared("FINDING_CLASSES", [kind for kind in CLASSES if kind != STALE])
 NUM_SLOTS = 4
 # Lines logged a step.
 MAX_LINES = 16
+# Found in place of a text.
+LOST = "nothing: its content was lost in a sleep"
 # How often the counts are logged, and the file is written, while there are steps.
 LINE_SECONDS = 60.0
 
@@ -69,7 +72,8 @@ class Finding:
     request that the slot belongs to (foreign_write: the owner of the block). step: of
     the worker, when it was found. expected, found: identities of a text up to the slot,
     checksums of a layer's bytes, slots (foreign_write), or a slot's states (handed_on
-    without a layer: SlotState of csrc/nwor/audit/audit.h). weights: only of
+    without a layer: SlotState of csrc/nwor/audit/audit.h). found is LOST where a sleep
+    dropped what the writer had written. weights: only of
     stale_weights: number ("epoch") and label of those that wrote the block ("written")
     and of those that the request is computed with ("present").
     """
@@ -105,6 +109,7 @@ def decode(row: Sequence[int], group: AuditedGroup, requests: Requests) -> Findi
     if kind == "wrong_prefix":
         weights = _other_weights(requests, owner, writer, expected, found)
         kind = STALE if weights else kind
+    is_lost = kind == "wrong_prefix" and not found and 0 < writer_step <= group.lost_at
     name_of = requests.name_of
     return Finding(
         kind,
@@ -118,7 +123,7 @@ def decode(row: Sequence[int], group: AuditedGroup, requests: Requests) -> Findi
         Writer(name_of(writer), writer, writer_step),
         step,
         text(expected),
-        text(found),
+        LOST if is_lost and step > group.lost_at else text(found),
         weights,
     )
 
@@ -160,8 +165,14 @@ class Outbox:
     groups: the audited ones. num_sent: calls of `sent` so far.
     """
 
-    def __init__(self, groups: Sequence[AuditedGroup], requests: Requests) -> None:
+    def __init__(
+        self,
+        groups: Sequence[AuditedGroup],
+        requests: Requests,
+        fingerprints: Fingerprints,
+    ) -> None:
         self._groups, self._requests = groups, requests
+        self._fingerprints = fingerprints
         table = groups[0].findings
         size, is_pinned = (NUM_SLOTS, len(groups), *table.shape), table.is_cuda
         tables = torch.zeros(size, dtype=table.dtype, pin_memory=is_pinned)
@@ -207,6 +218,9 @@ class Outbox:
                 return False
             arrival.synchronize()
         self._on_their_way.popleft()
+        *_, fingerprint, step = tables[0][0].tolist()
+        if step > self._fingerprints.seen:
+            self._fingerprints.arrived(fingerprint, step)
         found = self._found
         found.num_steps += 1
         groups = zip(self._groups, self._totals, tables, strict=True)

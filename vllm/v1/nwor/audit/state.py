@@ -9,8 +9,9 @@ A step, in this order; each line is one op for each KV-cache group:
     resolve       records the kept rows; wrong_prefix at each row and at the end of each
                   block; checksums of written rows: missing_write, changed (rejected);
                   each slot of the cached prefix of requests that are new in the batch;
-                  checksums of older blocks, within the budget: changed; copies findings
-                  to the host, which does not wait for them
+                  checksums of older blocks, within the budget: changed; in some steps
+                  a fingerprint of the weights; copies findings to the host, which does
+                  not wait for them
 
 Identities are recorded for all rows before anything is compared: a request may hit a
 prefix that another one writes in the same step.
@@ -29,6 +30,7 @@ from ..layout.caches import Loads
 from ..layout.tables import DeviceMemory
 from ..step import Acceptance, Scheduled, Step, Transfer
 from .findings import Outbox
+from .fingerprints import Fingerprints
 from .requests import NO_FEATURES, Identity, Request, Requests, features_of
 from .tables import FILLED, GIVEN, STORED, AuditedGroup
 
@@ -70,7 +72,8 @@ class Audit:
         self.device = memory.device
         self._ops = ops.load_builtins(self.device)
         self.requests = Requests(num_seats)
-        self.outbox = Outbox(self.groups, self.requests)
+        self.fingerprints = Fingerprints(self.groups[0].records.device)
+        self.outbox = Outbox(self.groups, self.requests, self.fingerprints)
         self.step = 0
         self._is_async = is_async
         self._block_sizes = tuple(block_sizes)
@@ -225,10 +228,15 @@ class Audit:
             self._ops.audit_snapshot(group.tables, again)
 
     def forget_cache(self) -> None:
-        """Call when the cache's content is gone, as after a wake-up: the content of its
-        slots is then unknown, and may even be the old one."""
+        """Restarts with a cache that nobody has written."""
         for group in self.groups:
             group.forget_cache()
+
+    def lose_cache(self) -> None:
+        """Call when the cache's content is gone, as after a wake-up: what its slots
+        hold is then nobody's text."""
+        for group in self.groups:
+            group.lose_cache(self.step)
 
     def on_transfer(self, transfer: Transfer) -> None:
         """A KV connector is about to read blocks (handed_on), or to fill them. The
@@ -358,11 +366,15 @@ class Audit:
         of_hits = [(row, text.data_ptr(), len(text)) for row, text in texts]
         hits = torch.tensor(of_hits) if of_hits else None
         budgets = self._num_scanned, HIT_BUDGETS * self._num_scanned
+        if (words := self.fingerprints.due(self.step)) is not None:
+            self.groups[0].set_words(words)
         for group, findings_to in zip(self.groups, self.outbox.claim(), strict=True):
             rows = self._rows(group, step)
             of_drafts = step.undone(group.shape.group_id)
             how = cu_num_logits, *kept, *of_drafts, hits, *budgets
             self._ops.audit_resolve(*rows, *how, findings_to)
+        if words is not None:
+            self.groups[0].set_words(None)
         self.outbox.sent()
 
     def totals(self) -> Mapping[str, int]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from .backends import CACHE_DERIVED, DRAFT_LAYER_ATTRIBUTES, KEY_VALUE, LATENT
 from .ledger import (
+    ALLOCATOR,
     COLLECTIVE_RPC,
     CORE_CLIENT,
+    CORE_WAKE_UP,
     ENGINE_CORE,
     GET_OUTPUT,
     LOAD_WEIGHTS,
@@ -237,12 +239,19 @@ FACTS: dict[str, tuple[HookTarget | Fact, ...]] = {
     ),
     "audit": (
         *rows_of(WORKER),
+        *rows_of(ALLOCATOR),
+        Has(f"{ALLOCATOR}:CuMemAllocator", pointer_to_data="dict"),
+        Has(f"{ALLOCATOR}:AllocationData", "cpu_backup_tensor", tag="str",
+            is_asleep="bool"),
+        Does(GPU_WORKER, "self._maybe_get_memory_pool_context()"),
         *(row for row in rows_of(SCHEDULER) if row.for_audit),
         GET_OUTPUT,
         COLLECTIVE_RPC,
+        CORE_WAKE_UP,
         LOAD_WEIGHTS,
         Does(f"{ENGINE_CORE}:EngineCore.collective_rpc",
              "self.model_executor.collective_rpc()"),
+        Does(f"{ENGINE_CORE}:EngineCore.wake_up", "self.model_executor.wake_up()"),
         Has(f"{ENGINE_CORE}:EngineCore", "scheduler"),
         Has(ENGINE_SCHEDULER, "running"),
         Has(f"{SCHEDULED}:SchedulerOutput", total_num_scheduled_tokens="int"),

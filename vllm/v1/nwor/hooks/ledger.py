@@ -23,6 +23,7 @@ ENGINE_CORE = "vllm.v1.engine.core"
 CORE_CLIENT = "vllm.v1.engine.core_client"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 LOGGERS = "vllm.v1.metrics.loggers"
+ALLOCATOR = "vllm.device_allocator.cumem"
 OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
 
 
@@ -268,6 +269,14 @@ COLLECTIVE_RPC = HookTarget(
     WEIGHTS_CHANGED,
     for_audit=True,
 )
+CORE_WAKE_UP = HookTarget(
+    ENGINE_CORE,
+    "EngineCore.wake_up",
+    ("self", "tags"),
+    "weights after a sleep are any bytes until they are loaded again",
+    WEIGHTS_CHANGED,
+    for_audit=True,
+)
 LOAD_WEIGHTS = HookTarget(
     "vllm.model_executor.models.llama",
     "LlamaForCausalLM.load_weights",
@@ -300,6 +309,14 @@ WAKE_UP = HookTarget(
     "Worker.wake_up",
     ("self", "tags"),
     "the content of the KV caches is lost",
+    CONTENT_LOST,
+    for_audit=True,
+)
+ALLOCATOR_WAKE_UP = HookTarget(
+    ALLOCATOR,
+    "CuMemAllocator.wake_up",
+    ("self", "tags"),
+    "the content of the KV caches is lost, also where a framework calls it",
     CONTENT_LOST,
     for_audit=True,
 )
@@ -392,6 +409,7 @@ CHANGES = (
     *(
         Change(place, "nwor_weights", why, WEIGHTS_CHANGED, True)
         for place, why in (
+            ("vllm.v1.outputs.ModelRunnerOutput", "steps of an unannounced change"),
             (f"{ENGINE_CORE}.EngineCore", "the epochs of the weights"),
             (f"{V1_RUNNER}.GPUModelRunner", "digests of the weights"),
             (f"{V2_RUNNER}.GPUModelRunner", "the same on V2"),

@@ -17,7 +17,8 @@ fields of a dataclass by name, and a decoder skips unknown ones.
 The workers get this, only for the audit (`schedule`): a request's `cache_salt`, which
 separates its blocks from those of the same text with another salt; how much of its
 prefix comes from the local cache and not from a KV connector; and whether the connector
-has reported the load as done.
+has reported the load as done. A worker's output may say that weights were changed: that
+reaches the engine core's epochs (`weights`) with metrics off, too.
 
 A failure here loses counts, never tokens: it is logged once, and counted as a breach
 (VLLM_NWOR_STRICT=always raises instead).
@@ -52,10 +53,12 @@ def install(module: ModuleType) -> None:
     HostMismatch if it is not as expected; nothing was wrapped then."""
     config = NworConfig.from_env()
     wrappers = {}
+    is_audited = config.audit is not AuditMode.OFF
     if config.emit_metrics:
         add_report_field()
+    if config.emit_metrics or is_audited:
         wrappers[UPDATE_FROM_OUTPUT] = _update_from_output
-    if config.audit is not AuditMode.OFF:
+    if is_audited:
         wrappers[SCHEDULE] = _schedule
     install_all(module, wrappers)
 
@@ -71,6 +74,8 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
     # Hot path: after a forward these objects are cold in the CPU's caches.
     stats: NworStats = getattr(scheduler, "nwor_stats", None) or _new_stats(scheduler)
     output = args[1] if len(args) > 1 else kwargs["model_runner_output"]
+    if steps := getattr(output, "nwor_weights", None):
+        weights.changed_unannounced(scheduler, steps)
     payload = getattr(output, "nwor_stats", None)
     if payload is None and not stats.report and not commits.registered:
         return wrapped(*args, **kwargs)
