@@ -15,7 +15,7 @@ from vllm_nwor.base import errors
 from vllm_nwor.hooks import weights
 from vllm_nwor.hooks.weights import ModelWeights, digest, sample, words_of
 from vllm_nwor.layout.caches import Loads
-from vllm_nwor.step import Weights
+from vllm_nwor.step import Adapter, Weights
 
 
 class Model(torch.nn.Module):
@@ -280,7 +280,7 @@ def test_a_look_that_fails_ends_no_engine(strict, monkeypatch, caplog):
 
 @pytest.mark.parametrize("key", [0, 1, 2**63, 2**64 - 1])
 def test_a_seed_is_an_int64_and_the_first_epochs_is_the_adapters(key):
-    adapter = ("name", "/path")
+    adapter = Adapter("name", "/path", 1)
     for of_request in (Identity(), Identity(adapter, "salt")):
         identity = of_request._replace(weights=Weights(1, key))
         assert -(2**63) <= identity.seed < 2**63
@@ -293,7 +293,7 @@ def test_a_seed_is_an_int64_and_the_first_epochs_is_the_adapters(key):
     [
         (Identity(weights=Weights(1, 77)), 0, "stale_weights"),
         (Identity(weights=Weights(1, 77)), 1, "wrong_prefix"),  # of another text
-        (Identity(("other", "/"), None, Weights(1, 77)), 0, "wrong_prefix"),
+        (Identity(Adapter("other", "/", 1), None, Weights(1, 77)), 0, "wrong_prefix"),
         (Identity(None, "salt", Weights(1, 77)), 0, "wrong_prefix"),
         (Identity(None, "salt"), 0, "wrong_prefix"),
     ],
@@ -319,8 +319,8 @@ def test_other_weights_are_told_from_another_text(writer, shift, kind):
     )
     assert finding.weights == (
         {
-            "written": {"epoch": 1, "label": ""},
-            "present": {"epoch": 2, "label": "step-2"},
+            "written": {"epoch": 1, "label": "", "adapter": None},
+            "present": {"epoch": 2, "label": "step-2", "adapter": None},
         }
         if kind == "stale_weights"
         else None
