@@ -23,7 +23,7 @@ with, so blocks of that identity may hold keys and values of both.
 
 Not seen: a write to parameters that neither an RPC nor load_weights announces; weights
 outside parameters (start-up logs whether there are such: then each announced change
-counts); adapters; the drafter's weights, which do not change what the target computes.
+counts); the drafter's weights, which do not change what the target computes.
 """
 
 from __future__ import annotations
