@@ -4,7 +4,6 @@ engines: tests/integration/test_adapters.py."""
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
