@@ -946,7 +946,6 @@ def test_an_adapter_that_comes_back_before_a_step_was_not_away():
     world.load(1, A)
     assert world.step(b=1, o=1) == []
     assert world.audit.requests.num_adapter_changes == 0
-    world.finish("b")
     world.preempted = {"b"}
     world.load(1, B)
     assert world.step(o=1) == []
@@ -993,6 +992,23 @@ def test_another_seed_behind_the_plan_is_as_good_as_one_before(
     (found, early), (found_late, late) = map(tables, (False, True))
     assert found == found_late != []
     assert [name for name in early if not torch.equal(early[name], late[name])] == []
+
+
+def test_another_seed_leaves_another_requests_record():
+    """Two rows go to one slot, and either may write the record last."""
+    world = with_adapter()
+    world.add("c", TEXT[:4], [4, 5], lora=1)
+    world.add("b", OTHER[:4], [6, 7])
+    world.loading = {1: B}
+
+    def collide(slots):
+        slots[-1] = 4 * N + 3
+
+    assert fields(world.step(c=4, b=4, slots=collide))[0] == "foreign_write"
+    tensors = world.audit.groups[0].tensors
+    slots, hashes = tensors["plan"][:8, 0].tolist(), tensors["plan"][:8, 1].tolist()
+    assert slots[3] == slots[7] == 4 * N + 3
+    assert tensors["records"][4 * N + 3, 0].item() in (hashes[3], hashes[7])
 
 
 @pytest.mark.parametrize(
