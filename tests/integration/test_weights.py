@@ -263,7 +263,8 @@ def check_stale(
     assert set(findings[0].weights) == {"written", "present"}
     weights = findings[0].weights["written"], findings[0].weights["present"]
     for one in weights:
-        assert set(one) == {"epoch", "label"}
+        assert set(one) == {"epoch", "label", "adapter"}
+        assert one["adapter"] is None
         assert type(one["epoch"]) is int
         assert type(one["label"]) is str
     return weights
@@ -577,7 +578,8 @@ def test_findings_have_vllms_labels(engine: Engine) -> None:
     assert ask(engine, "second") != answer
     written, present = check_stale(engine, "second", ["first"] * 2)
     assert written["label"] in ("version 1", "version 2")
-    assert present == {"epoch": before + 1, "label": "version 3"}
+    now = {"epoch": before + 1, "label": "version 3", "adapter": None}
+    assert present == now
 
 
 # --- requests in flight ---------------------------------------------------------------

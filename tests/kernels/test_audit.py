@@ -31,6 +31,7 @@ import pytest
 import torch
 from vllm.device_allocator import cumem
 from vllm.distributed import kv_transfer
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
@@ -53,7 +54,7 @@ from vllm_nwor.hooks.scheduled import ScheduledStep
 from vllm_nwor.layout.caches import ExpectedCaches, ExpectedLayer, Loads
 from vllm_nwor.layout.kv_layout import packed_layout, row_layout
 from vllm_nwor.layout.tables import DeviceMemory, LayerCache
-from vllm_nwor.step import Observer, Transfer, Undone, Weights
+from vllm_nwor.step import LoadedAdapters, Observer, Transfer, Undone, Weights
 
 N = 4  # slots a block
 NUM_BLOCKS = 16
@@ -113,6 +114,8 @@ class World:
 
     can_say: whether the scheduler's hook works. local: of what a request found, the
     tokens that the scheduler knows to have been in the cache. copied: pairs of blocks.
+    loading: adapters that vLLM loads in the next step, behind its plan, and their
+    contents.
     preempted: requests. mode, strict: the configuration."""
 
     device: ClassVar[torch.device]
@@ -156,9 +159,10 @@ class World:
             args = shape, layers, 4, self.max_tokens, self.budget > 0, memory
             groups.append(AuditedGroup(*args))
         args = groups, self.budget, 4, [N] * self.num_groups, memory
-        self.audit = Audit(*args, self.loads)
+        self.adapters = LoadedAdapters()
+        self.audit = Audit(*args, self.loads, adapters=self.adapters)
         self.requests, self.numbers, self.local = {}, {}, {}
-        self.weights = Weights()
+        self.weights, self.loading = Weights(), {}
         self.news, self.finished, self.copied, self.preempted = [], [], [], set()
         self.texts = torch.zeros(4, self.max_tokens, dtype=torch.int32).to(self.device)
         self.runner = Runner(
@@ -199,9 +203,15 @@ class World:
 
     # -- the scheduler -------------------------------------------------------------
 
-    def add(self, name, text, blocks, hit=0, by_group=None):
+    def load(self, number, content):
+        self.adapters.digests[number] = content
+        self.adapters.news.add(number)
+
+    def add(self, name, text, blocks, hit=0, by_group=None, lora=None):
+        """lora: number of its adapter."""
         self.requests[name] = Request(list(text), list(blocks), hit)
         new = SimpleNamespace(req_id=name, num_computed_tokens=hit, mm_features=[])
+        new.lora_request = lora and LoRARequest("acme", lora, "/a")
         new.block_ids = by_group or [list(blocks)] * self.num_groups
         self.news.append(new)
         self.numbers[name] = max({0, 1, 2, 3} - set(self.numbers.values()))
@@ -264,6 +274,8 @@ class World:
             works=list(works.values()),
         )
         (self._prepare_v2 if self.is_v2 else self._prepare_v1)(batch)
+        while self.loading:
+            self.load(*self.loading.popitem())
         before = [cache.clone() for cache in self.caches]
         rows = list(zip(tokens, positions, mapping.tolist(), strict=True))
         for layer in range(self.num_layers):
@@ -809,8 +821,8 @@ def test_a_hit_on_blocks_of_other_weights():
         ("stale_weights", block * N) for block in (4, 5, 6)
     ]
     epochs = {
-        "written": {"epoch": 0, "label": ""},
-        "present": {"epoch": 1, "label": ""},
+        "written": {"epoch": 0, "label": "", "adapter": None},
+        "present": {"epoch": 1, "label": "", "adapter": None},
     }
     assert [finding.weights for finding in found] == [epochs] * 3
     # What is computed now is right, and then the first weights come back.
@@ -846,6 +858,180 @@ def test_a_preempted_request_is_of_the_weights_of_then():
     assert fields(world.step(a=6), "kind slot") == [("stale_weights", N)]
     world._scheduled = make
     assert world.step(a=2) == []
+
+
+# --- adapters -------------------------------------------------------------------------
+
+A, B = "a" * 32, "b" * 32
+
+
+def with_adapter(content=A, loads_late=True):
+    """A request of adapter 1, which vLLM loads in its step, behind the plan or before
+    it; it has ended."""
+    world = World()
+    if loads_late:
+        world.loading = {1: content}
+    else:
+        world.load(1, content)
+    assert world.runs("a", TEXT[:10], [1, 2, 3], lora=1) == []
+    world.finish("a")
+    return world
+
+
+def hits(world, content=None, lora=1, name="c"):
+    """What a request with that adapter finds that takes two blocks of `a` over."""
+    world.loading = {lora: content} if content else {}
+    found = world.runs(name, TEXT[:9], [1, 2, 11], hit=8, lora=lora)
+    world.finish(name)
+    return fields(found, "kind slot")
+
+
+STALE = [("stale_weights", 1 * N), ("stale_weights", 2 * N)]
+WRONG = [("wrong_prefix", 1 * N), ("wrong_prefix", 2 * N)]
+
+
+@pytest.mark.parametrize("loads_late", [False, True])
+def test_the_content_of_an_adapter_is_in_the_identity(loads_late):
+    """Whenever vLLM loads it, and however often."""
+    world = with_adapter(loads_late=loads_late)
+    assert hits(world) == []
+    assert hits(world, A) == []
+    assert hits(world, A, lora=2) == []
+    assert hits(world, B, lora=3) == WRONG
+    assert hits(world, B) == STALE
+    assert hits(world) == STALE
+    assert hits(world, A) == []
+    assert hits(world, lora=None) == WRONG
+    assert world.audit.requests.num_adapter_changes == 2
+
+
+def test_a_finding_has_both_contents():
+    world = with_adapter()
+    world.loading, world.weights = {1: B}, Weights(2, 77, "step-2")
+    found = world.runs("c", TEXT[:9], [1, 2, 11], hit=8, lora=1)
+    written, present = ({"name": "acme", "content": n * 16} for n in "ab")
+    assert found[0].weights == {
+        "written": {"epoch": 0, "label": "", "adapter": written},
+        "present": {"epoch": 2, "label": "step-2", "adapter": present},
+    }
+
+
+@pytest.mark.parametrize("is_behind_plan", [False, True])
+def test_a_request_in_flight_across_a_change_of_its_adapter(is_behind_plan):
+    """It keeps its identity; so its adapter's first content does not come back under
+    the old one, as its blocks hold both."""
+    world = with_adapter()
+    world.add("b", OTHER[:6], [4, 5, 6], lora=1)
+    assert world.step(b=6) == []
+    change = world.loading.__setitem__ if is_behind_plan else world.load
+    change(1, B)
+    assert world.step(b=2) == []
+    text = world.requests["b"].text[:8]
+    world.finish("b")
+    assert hits(world, A, name="d") == STALE
+    found = world.runs("e", [*text, 9], [4, 5, 12], hit=8, lora=1)
+    assert fields(found) == ["stale_weights"] * 2
+    assert world.runs("f", TEXT[:9], [1, 2, 13], lora=1) == []
+    world.finish("e", "f")
+    assert hits(world, name="g") == []
+
+
+def test_an_adapter_that_comes_back_before_a_step_was_not_away():
+    """Nor does it count for requests that ended, were preempted, or have another
+    one."""
+    world = with_adapter()
+    world.add("b", OTHER[:6], [4, 5, 6], lora=1)
+    world.add("o", OTHER[:6], [7, 8, 9], lora=2)
+    world.loading = {2: A}
+    assert world.step(b=6, o=6) == []
+    world.load(1, B)
+    world.load(1, A)
+    assert world.step(b=1, o=1) == []
+    assert world.audit.requests.num_adapter_changes == 0
+    world.preempted = {"b"}
+    world.load(1, B)
+    assert world.step(o=1) == []
+    world.load(1, A)
+    assert hits(world) == []
+    assert world.audit.requests.num_adapter_changes == 2
+
+
+IMAGES = (("red", 2, 3),)
+
+
+@pytest.mark.parametrize(("accepted", "is_undone"), [(0, False), (0, True), (2, False)])
+@pytest.mark.parametrize("hit", [0, 8])
+def test_another_seed_behind_the_plan_is_as_good_as_one_before(
+    hit, accepted, is_undone
+):
+    """Every byte of the tables, next to another request and behind a foreign write, and
+    with an image in the text."""
+
+    def tables(loads_late):
+        world = World(is_undone=is_undone)
+        world.load(1, B)
+        assert world.runs("a", TEXT[:10], [1, 2, 3], lora=1) == []
+        world.finish("a")
+        world.load(1, A)
+        world.add("b", OTHER[:6], [4, 5, 6], lora=2)
+        world.loading = {2: "other"}
+        assert world.step(b=6) == []
+        world.add("c", TEXT[:10], [1, 2, 11, 12], hit=hit, lora=1)
+        world.requests["c"].images = IMAGES
+        if loads_late:
+            world.loading = {1: B}
+        else:
+            world.load(1, B)
+
+        def collide(slots):
+            slots[-1] = 3 * N
+
+        works = {"c": Work(10 - hit, (77, 78, 79), accepted), "b": 2}
+        found = fields(world.step(**works, slots=collide), "kind slot expected found")
+        assert world.step(c=2) == []
+        return found, world.audit.groups[0].tensors
+
+    (found, early), (found_late, late) = map(tables, (False, True))
+    assert found == found_late != []
+    assert [name for name in early if not torch.equal(early[name], late[name])] == []
+
+
+def test_another_seed_leaves_another_requests_record():
+    """Two rows go to one slot, and either may write the record last."""
+    world = with_adapter()
+    world.add("c", TEXT[:4], [4, 5], lora=1)
+    world.add("b", OTHER[:4], [6, 7])
+    world.loading = {1: B}
+
+    def collide(slots):
+        slots[-1] = 4 * N + 3
+
+    assert fields(world.step(c=4, b=4, slots=collide))[0] == "foreign_write"
+    tensors = world.audit.groups[0].tensors
+    slots, hashes = tensors["plan"][:8, 0].tolist(), tensors["plan"][:8, 1].tolist()
+    assert slots[3] == slots[7] == 4 * N + 3
+    assert tensors["records"][4 * N + 3, 0].item() in (hashes[3], hashes[7])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((4, 1, 0), "seat is 4; must be between 0 and 3"),
+        ((-1, 1, 0), "seat is -1; must be between 0 and 3"),
+        ((0, 1, 65), "num_tokens is 65; must be between 0 and 64, the rows of plan"),
+        ((0, 1, -1), "num_tokens is -1; must be between 0 and 64, the rows of plan"),
+    ],
+)
+def test_invalid_arguments_of_reseed_are_refused(arguments, said):
+    world = prefilled()
+    group = world.audit.groups[0]
+    before = {name: tensor.clone() for name, tensor in group.tensors.items()}
+    with pytest.raises(RuntimeError, match=f"^audit_reseed: {said}$"):
+        world.audit._ops.audit_reseed(group.tables, *arguments)
+    assert all(torch.equal(before[name], group.tensors[name]) for name in before)
+
+
+# --- wrong_prefix ---------------------------------------------------------------------
 
 
 def test_a_hit_on_a_rejected_draft():

@@ -22,7 +22,7 @@ from vllm_nwor.hooks.weights import (
     words_of,
 )
 from vllm_nwor.layout.caches import Loads
-from vllm_nwor.step import Weights
+from vllm_nwor.step import Adapter, Weights
 
 
 class Model(torch.nn.Module):
@@ -432,7 +432,7 @@ def test_a_look_that_fails_ends_no_engine(strict, monkeypatch, caplog):
 
 @pytest.mark.parametrize("key", [0, 1, 2**63, 2**64 - 1])
 def test_a_seed_is_an_int64_and_the_first_epochs_is_the_adapters(key):
-    adapter = ("name", "/path")
+    adapter = Adapter("name", "/path", 1)
     for of_request in (Identity(), Identity(adapter, "salt")):
         identity = of_request._replace(weights=Weights(1, key))
         assert -(2**63) <= identity.seed < 2**63
@@ -440,20 +440,38 @@ def test_a_seed_is_an_int64_and_the_first_epochs_is_the_adapters(key):
         assert (identity.seed - own - key) % 2**64 == 0
 
 
+ACME = Adapter("acme", "/a", 1, "a" * 32)
+
+
 @pytest.mark.parametrize(
-    ("writer", "shift", "kind"),
+    ("writer", "kind"),
     [
-        (Identity(weights=Weights(1, 77)), 0, "stale_weights"),
-        (Identity(weights=Weights(1, 77)), 1, "wrong_prefix"),  # of another text
-        (Identity(("other", "/"), None, Weights(1, 77)), 0, "wrong_prefix"),
-        (Identity(None, "salt", Weights(1, 77)), 0, "wrong_prefix"),
-        (Identity(None, "salt"), 0, "wrong_prefix"),
+        (ACME._replace(digest="b" * 32), "stale_weights"),
+        (ACME._replace(digest="b" * 32, path="/b"), "stale_weights"),
+        (ACME._replace(digest="b" * 32, number=2), "wrong_prefix"),
+        (ACME._replace(digest="b" * 32, name="other"), "wrong_prefix"),
+        (ACME._replace(name="other"), "wrong_prefix"),
+        (None, "wrong_prefix"),
     ],
 )
-def test_other_weights_are_told_from_another_text(writer, shift, kind):
+@pytest.mark.parametrize("epoch", [Weights(), Weights(1, 77)])
+def test_other_content_under_a_number_is_stale(writer, kind, epoch):
+    """Also if the model's weights have changed, too."""
+    found = decoded(Identity(writer, "salt", epoch), Identity(ACME, "salt"))
+    assert found.kind == kind
+
+
+def test_the_same_content_of_another_number_is_the_same_text():
+    again = ACME._replace(number=2, path="/b")
+    assert Identity(again).seed == Identity(ACME).seed
+    found = decoded(Identity(again, None, Weights(1, 77)), Identity(ACME))
+    assert found.weights["written"]["adapter"] == {"name": "acme", "content": "a" * 16}
+
+
+def decoded(writer, reader, shift=0):
+    """The finding of a block of the same text that the other one wrote."""
     requests = Requests(4)
-    reader = Identity(weights=Weights(2, -(2**62) % 2**64))
-    requests.name_weights(Weights(2, reader.weights.key, "step-2"))
+    requests.name_weights(Weights(2, -(2**62) % 2**64, "step-2"))
     ids = [
         requests.add(name, 0, Loads.NONE, identity, None).generation
         for name, identity in (("writer", writer), ("reader", reader))
@@ -464,7 +482,23 @@ def test_other_weights_are_told_from_another_text(writer, shift, kind):
     row = (9, number, ids[1], 0, 32, -1, 0, ids[0], 5, expected, found)
     shape = SimpleNamespace(group_id=0, block_size=16)
     group = SimpleNamespace(shape=shape, lost_at=0)
-    finding = decode(row, group, requests)
+    return decode(row, group, requests)
+
+
+@pytest.mark.parametrize(
+    ("writer", "shift", "kind"),
+    [
+        (Identity(weights=Weights(1, 77)), 0, "stale_weights"),
+        (Identity(weights=Weights(1, 77)), 1, "wrong_prefix"),  # of another text
+        (Identity(Adapter("other", "/", 1), None, Weights(1, 77)), 0, "wrong_prefix"),
+        (Identity(None, "salt", Weights(1, 77)), 0, "wrong_prefix"),
+        (Identity(None, "salt"), 0, "wrong_prefix"),
+        (Identity(ACME, None, Weights(1, 77)), 0, "wrong_prefix"),
+    ],
+)
+def test_other_weights_are_told_from_another_text(writer, shift, kind):
+    reader = Identity(weights=Weights(2, -(2**62) % 2**64))
+    finding = decoded(writer, reader, shift)
     assert (finding.kind, finding.owner, finding.writer.request) == (
         kind,
         "reader",
@@ -472,8 +506,8 @@ def test_other_weights_are_told_from_another_text(writer, shift, kind):
     )
     assert finding.weights == (
         {
-            "written": {"epoch": 1, "label": ""},
-            "present": {"epoch": 2, "label": "step-2"},
+            "written": {"epoch": 1, "label": "", "adapter": None},
+            "present": {"epoch": 2, "label": "step-2", "adapter": None},
         }
         if kind == "stale_weights"
         else None

@@ -283,6 +283,14 @@ struct AuditSeatArgs : AuditGroup {
   Feature fresh_features[kMaxFeatures];
 };
 
+// Moves a seat to another H in front of its first position, after the step's plan.
+struct AuditReseedArgs : AuditGroup {
+  static constexpr const char* kOp = "audit_reseed";
+  int64_t seat;
+  uint64_t delta;      // what is added to each H of its text
+  int64_t num_tokens;  // rows of the plan
+};
+
 // What happens to a block, and the value that comes with it.
 enum BlockEvent : int64_t {
   kGiven,   // to a request: its generation; 0: to another group, so that its slots hold

@@ -342,6 +342,36 @@ struct PlanRequests : AuditPlanArgs {
   }
 };
 
+// H is a sum, so that another seed moves each H of a text by as much: of the seat, its
+// block ends, and the rows that this step plans and their records.
+struct Reseed : AuditReseedArgs {
+  template <typename Team>
+  NWOR_RULE void operator()(Team& team) const {
+    for (int64_t b = team.index(); b < max_blocks; b += team.size()) {
+      uint64_t& known = expected_at(seat, b);
+      known += known == 0 ? 0 : delta;
+    }
+    for (int64_t i = team.index(); i < num_tokens; i += team.size()) {
+      if (plan[i].seat == seat) {
+        move_row(plan[i]);
+      }
+    }
+    if (team.index() == 0) {
+      seats[seat].hash += delta;
+      seats[seat].seed += delta;
+    }
+  }
+
+  NWOR_RULE void move_row(PlanRow& row) const {
+    // Another row of this step may have gone to the same slot.
+    if (row.slot >= 0 && records[row.slot].state == kSlotPlanned &&
+        records[row.slot].hash == row.hash) {
+      records[row.slot].hash += delta;
+    }
+    row.hash += delta;
+  }
+};
+
 // Records the kept rows of all requests before any is checked: a request may have found
 // another's block in this step.
 struct KeepRequests : AuditResolveArgs {
@@ -1053,6 +1083,11 @@ struct Publish : AuditResolveArgs {
 template <typename Device>
 void call(const Device& device, const AuditSeatArgs& args) {
   device.run(SeatRequest{args}, 1);
+}
+
+template <typename Device>
+void call(const Device& device, const AuditReseedArgs& args) {
+  device.run(Reseed{args}, 1);
 }
 
 template <typename Device>

@@ -65,7 +65,7 @@ FALLBACKS = (
     STEP_FAILED := "step_failed",
 )
 # Optional report fields: new fallbacks by reason; a GroupInfo for each group, once; the
-# audit's steps, unverified slots and findings by class.
+# audit's steps, unverified slots, findings by class and changes of adapters.
 NEWS = ("fallbacks", "info", "audit")
 # Told from wrong_prefix on the host.
 STALE = "stale_weights"
@@ -100,6 +100,8 @@ WEIGHT_ROUTES = (
     OTHER_RPC := "rpc",
     UNANNOUNCED := "unannounced",
 )
+# A LoRA adapter was loaded with another content; comes with the audit's counts.
+ADAPTER_ROUTE = "lora"
 WEIGHT_CHANGES = "weight_changes"
 WEIGHT_CHANGES_HELP = "Changes of the target model's weights, by the call that did it."
 FALLBACKS_HELP = "Steps that did not run as nwor_info says, by reason."
@@ -397,6 +399,7 @@ class AuditPrometheus:
         self._counters = {
             engine: {name: found.labels(*values) for name, found in others.items()}
             | {kind: findings.labels(*values, kind) for kind in FINDINGS}
+            | {ADAPTER_ROUTE: changes.labels(*values, ADAPTER_ROUTE)}
             for engine, values in label_values.items()
         }
 

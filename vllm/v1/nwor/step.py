@@ -153,13 +153,42 @@ class NumRejected(Struct, frozen=True, gc=False):
 Acceptance = SampledIds | NumRejected
 
 
+class Adapter(NamedTuple):
+    """The LoRA adapter of a request, as vLLM knows it. number: vLLM's id.
+
+    digest: of its content, empty where that is not known.
+    """
+
+    name: str
+    path: str
+    number: int
+    digest: str = ""
+
+    @property
+    def content(self) -> str:
+        """What its tensors are, or where they came from."""
+        return self.digest or self.path
+
+
+class LoadedAdapters:
+    """The LoRA adapters that a worker has loaded.
+
+    digests: of each one's content, as loaded last, by its number. news: numbers of
+    those that were loaded since somebody cleared it.
+    """
+
+    def __init__(self) -> None:
+        self.digests: dict[int, str] = {}
+        self.news: set[int] = set()
+
+
 class NewRequest(NamedTuple):
     """A request that a runner sees for the first time.
 
     block_ids: for each KV-cache group. num_computed: tokens that need no computation.
     num_local: those of them that were found in the local cache, None if that is not
     known. A KV connector loads the others; is_loaded: it has already done so.
-    adapter: (name, path) of its LoRA adapter. cache_salt: None or its salt.
+    adapter: its LoRA adapter, without a digest. cache_salt: None or its salt.
     features: (first position, end, identifier) of each image and the like; None if the
     scheduler could not say what its keys and values depend on.
     has_embeddings: whether prompt embeddings stand for tokens.
@@ -170,7 +199,7 @@ class NewRequest(NamedTuple):
     num_computed: int
     num_local: int | None
     is_loaded: bool
-    adapter: tuple[str, str] | None
+    adapter: Adapter | None
     cache_salt: str | None
     features: Sequence[tuple[int, int, str | None]] | None
     has_embeddings: bool

@@ -142,7 +142,7 @@ def _build(
     def audit_in(memory: DeviceMemory) -> Audit:
         groups = [AuditedGroup(of, layers, *sizes, memory) for of, layers in audited]
         about = budget, sizes[0], block_sizes, memory, limits.loads
-        return Audit(groups, *about, limits.is_async)
+        return Audit(groups, *about, limits.is_async, caches.adapters)
 
     try:
         audit = audit_in(DeviceMemory(limits.device, storage))

@@ -28,7 +28,7 @@ from ..config import StaleMode
 from ..metrics import FINDINGS, STALE
 from ..ops import shared
 from .fingerprints import Fingerprints
-from .requests import Requests
+from .requests import Identity, Requests
 from .tables import MAX_KEPT, AuditedGroup
 
 logger = logging.getLogger("vllm.v1.nwor")
@@ -45,6 +45,8 @@ NUM_SLOTS = 4
 MAX_LINES = 16
 # Found in place of a text.
 LOST = "nothing: its content was lost in a sleep"
+# Of an adapter's digest, in a finding.
+CONTENT_DIGITS = 16
 # How often the counts are logged, and the file is written, while there are steps.
 LINE_SECONDS = 60.0
 
@@ -75,7 +77,8 @@ class Finding:
     without a layer: SlotState of csrc/nwor/audit/audit.h). found is LOST where a sleep
     dropped what the writer had written. weights: only of
     stale_weights: number ("epoch") and label of those that wrote the block ("written")
-    and of those that the request is computed with ("present").
+    and of those that the request is computed with ("present"), each with the LoRA
+    adapter: its name and its content, a digest, or None.
     """
 
     kind: str
@@ -134,17 +137,23 @@ def _other_weights(
     """Finding.weights, if nothing but the weights differs. An identity is a sum that
     begins with the seed: two of the same text differ by their seeds."""
     reader, author = requests.identity_of(owner), requests.identity_of(writer)
-    if reader is None or author is None or reader.weights.key == author.weights.key:
+    if reader is None or author is None or reader.seed == author.seed:
         return None
     if (found - expected - author.seed + reader.seed) % (1 << 64):
         return None
-    if author._replace(weights=reader.weights) != reader:
+    if not author.is_same_text(reader):
         return None
-    epochs = {"written": author.weights.epoch, "present": reader.weights.epoch}
-    return {
-        when: {"epoch": epoch, "label": requests.label_of(epoch)}
-        for when, epoch in epochs.items()
-    }
+
+    def about(identity: Identity) -> dict[str, Any]:
+        epoch, adapter = identity.weights.epoch, identity.adapter
+        return {
+            "epoch": epoch,
+            "label": requests.label_of(epoch),
+            "adapter": adapter
+            and {"name": adapter.name, "content": adapter.digest[:CONTENT_DIGITS]},
+        }
+
+    return {"written": about(author), "present": about(reader)}
 
 
 @dataclass

@@ -23,6 +23,7 @@ import torch
 from ..base.payload import MAX_IN_FLIGHT, News, StepPayload
 from ..config import AuditMode, NworConfig
 from ..layout.caches import Loads, RunnerCaches
+from ..metrics import ADAPTER_ROUTE
 from ..step import Acceptance, Observer, OutputRead, Scheduled, Step, Transfer
 from .findings import AuditError, Finding, Findings
 from .state import Audit
@@ -167,7 +168,9 @@ class RunnerAudit(Observer):
         if not (found or changed or now >= self._reported_at + REPORT_SECONDS):
             return None
         self._reported_at = now
-        return payload.with_audit(self._news.offer(self.findings.totals()), changed)
+        changes = {ADAPTER_ROUTE: self.audit.requests.num_adapter_changes}
+        totals = self.findings.totals() | changes
+        return payload.with_audit(self._news.offer(totals), changed)
 
     def _take(self, through: int, until: int | None = None) -> Sequence[Finding]:
         """As Outbox.take; also counts, logs and writes the findings to the file."""

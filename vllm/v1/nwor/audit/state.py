@@ -5,7 +5,8 @@ A step, in this order; each line is one op for each KV-cache group:
 
     begin_step    assigns new blocks to requests, forgets finished requests
     plan          records the planned writes of all requests; foreign_write
-    (vLLM's forward, rejection sampling, NWOR's commit)
+    (vLLM loads adapters; its forward, rejection sampling, NWOR's commit)
+    reseed        of each new request whose adapter came with another content
     resolve       records the kept rows; wrong_prefix at each row and at the end of each
                   block; checksums of written rows: missing_write, changed (rejected);
                   each slot of the cached prefix of requests that are new in the batch;
@@ -28,7 +29,7 @@ import torch
 from .. import ops
 from ..layout.caches import Loads
 from ..layout.tables import DeviceMemory
-from ..step import Acceptance, Scheduled, Step, Transfer
+from ..step import Acceptance, LoadedAdapters, Scheduled, Step, Transfer
 from .findings import Outbox
 from .fingerprints import Fingerprints
 from .requests import NO_FEATURES, Identity, Request, Requests, features_of
@@ -63,15 +64,16 @@ class Audit:
         memory: DeviceMemory,
         loads: Loads = Loads.NONE,
         is_async: bool = False,
+        adapters: LoadedAdapters | None = None,
     ) -> None:
         """budget_bytes: of the caches, compared in a step; 0 compares none.
         block_sizes: tokens a block of each KV-cache group, audited or not. is_async:
-        the host does not know a running request's text."""
+        the host does not know a running request's text. adapters: of the worker."""
         self.groups = tuple(groups)
         self.loads = loads
         self.device = memory.device
         self._ops = ops.load_builtins(self.device)
-        self.requests = Requests(num_seats)
+        self.requests = Requests(num_seats, adapters)
         self.fingerprints = Fingerprints(self.groups[0].records.device)
         self.outbox = Outbox(self.groups, self.requests, self.fingerprints)
         self.step = 0
@@ -130,7 +132,7 @@ class Audit:
             return
         self._has_drafts = scheduled.has_drafts()
         self.requests.forget(*scheduled.finished())
-        self.requests.release_seats(*scheduled.preempted())
+        self.requests.preempt(*scheduled.preempted())
         zeroed, copied = scheduled.zeroed_blocks(), scheduled.copied_blocks()
         for group in self.groups:
             self._blocks(group, GIVEN, dict.fromkeys(zeroed, NOBODY).items())
@@ -148,7 +150,7 @@ class Audit:
             request = self.requests[name]
             if is_resumed:
                 assert blocks is not None
-                # It is computed again: by the weights of now.
+                # It is computed again: by the weights and the adapter of now.
                 identity = request.identity._replace(weights=weights)
                 about = num_computed, None, False, identity, request.features
                 self._add(owners, name, blocks, *about)
@@ -278,6 +280,7 @@ class Audit:
             self._had_drafts = True
             if self.loads is not Loads.UNKNOWN:  # then a load may have filled blocks
                 self.snapshot(again=True)
+        self._identify(0)
         # Requests change their rows, and keep their index in the runner's states.
         is_moved = step.state_indices is None and self._row_ids != step.request_ids
         if self.requests.is_changed or is_moved:
@@ -290,6 +293,16 @@ class Audit:
                 step.slot_mappings[group.shape.group_id],
             )
         self._open = step
+
+    def _identify(self, num_tokens: int) -> None:
+        """Before something is compared: the identity of new requests is that of their
+        adapter's content. num_tokens: of the plan."""
+        if not self.requests.awaits_adapters:
+            return
+        for request, delta in self.requests.identify():
+            for group in self.groups if request.seat is not None else ():
+                about = request.seat, delta, num_tokens
+                self._ops.audit_reseed(group.tables, *about)
 
     def _rows(self, group: AuditedGroup, step: Step) -> tuple[Any, ...]:
         return (
@@ -352,6 +365,8 @@ class Audit:
         step: of plan. acceptance: None without drafts.
         """
         self._open = None
+        self._identify(step.num_tokens)
+        self.requests.settle()
         fresh, self._fresh = self._fresh, {}
         cu_num_logits: torch.Tensor | None = None
         kept: tuple[Any, ...] = (None, 0, None)

@@ -21,7 +21,7 @@ from ..layout.caches import (
     RunnerLimits,
 )
 from ..layout.tables import LayerCache
-from . import connectors
+from . import adapters, connectors
 from .engine_core import config_refusal, connectors_in_forward, parallel_refusal
 from .layers import draft_layer_names, entry_tokens, sleeps, target_layers
 from .staging import staged_group
@@ -118,6 +118,7 @@ def bound(runner: Any) -> RunnerCaches:
         rank=parallel.rank,
         world_size=parallel.world_size,
         vllm_version=vllm.__version__,
+        adapters=adapters.watch(runner),
     )
 
 

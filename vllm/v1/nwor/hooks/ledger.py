@@ -24,6 +24,7 @@ CORE_CLIENT = "vllm.v1.engine.core_client"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 LOGGERS = "vllm.v1.metrics.loggers"
 ALLOCATOR = "vllm.device_allocator.cumem"
+LORA = "vllm.lora.model_manager"
 OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
 
 
@@ -287,6 +288,15 @@ LOAD_WEIGHTS = HookTarget(
     for_audit=True,
     on_object=True,
 )
+ADD_ADAPTER = HookTarget(
+    LORA,
+    "LoRAModelManager._add_adapter",
+    ("self", "lora"),
+    "every LoRA adapter comes through it, wherever it was read from, with its tensors "
+    "not packed yet: a digest of its content is taken",
+    WEIGHTS_CHANGED,
+    for_audit=True,
+)
 SCHEDULE = HookTarget(
     SCHEDULER,
     "Scheduler.schedule",
@@ -414,6 +424,13 @@ CHANGES = (
             (f"{V1_RUNNER}.GPUModelRunner", "digests of the weights"),
             (f"{V2_RUNNER}.GPUModelRunner", "the same on V2"),
         )
+    ),
+    Change(
+        f"{LORA}.LoRAModelManager",
+        "nwor_adapters",
+        "digests of the adapters that it has loaded",
+        WEIGHTS_CHANGED,
+        True,
     ),
     Change(
         "vllm.v1.request.Request",

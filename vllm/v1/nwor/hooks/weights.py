@@ -28,7 +28,7 @@ A write that is seen by its fingerprint alone came some steps before: their bloc
 the identity of the old weights, so these do not come back either.
 
 Not seen: such a write that leaves the sample as it was; weights outside parameters
-(start-up logs whether there are such: then each announced change counts); adapters; the
+(start-up logs whether there are such: then each announced change counts); the
 drafter's weights, which do not change what the target computes.
 """
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..step import LoadedAdapters
 from .regions import StagedGroup
 from .tables import LayerCache
 
@@ -120,7 +121,8 @@ class RunnerCaches:
     text_of: (index, number) -> [number] int32: the first tokens of a request. index:
     that of Step.state_of_request or, without it, the batch row; then the number is that
     of the tokens computed before this step, whatever is asked for.
-    rank, world_size: of this worker. vllm_version: as vLLM says it.
+    rank, world_size: of this worker. vllm_version: as vLLM says it. adapters: those
+    that the worker loads; None without LoRA.
     """
 
     limits: RunnerLimits
@@ -132,3 +134,4 @@ class RunnerCaches:
     rank: int
     world_size: int
     vllm_version: str
+    adapters: LoadedAdapters | None = None
