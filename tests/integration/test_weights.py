@@ -529,7 +529,8 @@ def test_hits_on_what_a_sleep_dropped_are_found(
 
     def sleep_and_wake_up() -> None:
         allocator.sleep(offload_tags=("weights",))
-        engine.probe.poison()
+        for layer in engine.probe.layers().values():
+            layer.kv_cache.zero_()
         allocator.wake_up()
 
     sleep_and_wake_up()
