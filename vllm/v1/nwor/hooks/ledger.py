@@ -398,6 +398,20 @@ CHANGES = (
         )
     ),
     Change(
+        f"{SCHEDULER}.Scheduler",
+        "nwor_versions",
+        "which weights computed each block, and each position of its requests",
+        WEIGHTS_CHANGED,
+        True,
+    ),
+    Change(
+        "vllm.v1.engine.EngineCoreOutput",
+        "kv_transfer_params",
+        "the versions of a request that asks for them, if no KV connector uses it",
+        WEIGHTS_CHANGED,
+        True,
+    ),
+    Change(
         "vllm.v1.request.Request",
         "nwor_num_preemptions",
         "whether a request kept its blocks since its last step",
