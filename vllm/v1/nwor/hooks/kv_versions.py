@@ -64,9 +64,12 @@ class Followed(Struct, gc=False):
     is_counted: bool = False
 
     def num_computed(self) -> int:
-        """Positions whose step was processed; none while it is preempted."""
+        """Positions that were found or whose step was processed, none while it is
+        preempted."""
         request = self.request
-        return request.num_computed_tokens - request.num_in_flight_tokens
+        # Outputs of steps before a preemption are in flight, and no part of these.
+        num_stale = getattr(request, "num_stale_output_tokens", 0)
+        return request.num_computed_tokens - request.num_in_flight_tokens + num_stale
 
 
 def part(runs: Runs, start: int, end: int) -> Runs:
@@ -252,7 +255,9 @@ class KvVersions:
             if of is None or of.is_counted:
                 continue
             of.is_counted = True
-            end = min(of.num_computed(), of.request.num_tokens)
+            # One that ended while it was preempted had its answer from all of them.
+            num_tokens = of.request.num_tokens
+            end = min(of.num_computed() or num_tokens, num_tokens)
             epochs = {epoch for _, epoch in part(of.runs, 0, end)} - {UNKNOWN}
             counts[MIXED_REQUESTS] += len(epochs) > 1
         return counts

@@ -405,9 +405,9 @@ CHANGES = (
         True,
     ),
     Change(
-        "vllm.v1.engine.EngineCoreOutput",
-        "kv_transfer_params",
-        "the versions of a request that asks for them, if no KV connector uses it",
+        "vllm.outputs.RequestOutput",
+        "nwor_kv_versions in its kv_transfer_params",
+        "the versions of a request that asks for them, if no KV connector uses these",
         WEIGHTS_CHANGED,
         True,
     ),
