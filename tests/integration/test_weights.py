@@ -655,6 +655,52 @@ def test_requests_in_flight_are_not_found_but_their_blocks_are(
     assert found(engine) == []
 
 
+@of_each_kind
+def test_a_requests_versions_are_those_that_computed_its_positions(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one in flight across a change, of a later one that takes over its blocks, and
+    of a fresh one after a reset. They reach the request's output."""
+    add = engine.llm.add_request
+    asks = {"nwor_kv_versions": True}
+
+    def asking(name: str, text: Any, params: Any, **more: Any) -> Any:
+        params.extra_args = asks
+        return add(name, text, params, **more)
+
+    step, answers = engine.llm.step, {}
+
+    def stepping() -> Any:
+        outputs = step()
+        for one in outputs:
+            if one.finished:
+                answers[one.request_id] = one.kv_transfer_params["nwor_kv_versions"]
+        return outputs
+
+    monkeypatch.setattr(engine.llm, "add_request", asking)
+    monkeypatch.setattr(engine.llm, "step", stepping)
+
+    def runs(name: str) -> list[tuple[int, int, int]]:
+        return [
+            (int(one["version"].removeprefix("#")), one["start"], one["end"])
+            for one in answers[name]
+        ]
+
+    _, answer = fly(engine, lambda: write_by_rpc(engine, next(new_seeds)))
+    (old, begin, change), (new, after, end) = runs("flight")
+    assert (begin, end) == (0, len(TEXT) + len(answer) - 1)
+    assert len(TEXT) < change == after < 3 * BLOCK_SIZE
+    assert old < new
+    ask(engine, "later")
+    assert runs("later") == [(old, 0, NUM_CACHED), (new, NUM_CACHED, len(TEXT) + 11)]
+    text = (*TEXT, *answer)
+    ask(engine, "behind", text, cached=4 * BLOCK_SIZE)
+    assert runs("behind") == [(old, 0, change), (new, change, len(text) + 11)]
+    found(engine)
+    ask_anew(engine)
+    assert runs("anew") == [(new, 0, len(TEXT) + 11)]
+
+
 @pytest.mark.parametrize("engine", ["stage"], indirect=True)
 def test_commits_say_which_weights_computed_them(
     engine: Engine, monkeypatch: pytest.MonkeyPatch

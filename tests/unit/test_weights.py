@@ -411,6 +411,31 @@ def test_the_label_is_that_of_now():
     assert (found.epoch, found.label) == (1, "step-2")
 
 
+def test_other_weights_under_a_label_are_logged_once(caplog):
+    """Without a label there is nothing to say, nor where a new one comes with them."""
+    core = Core()
+    core._weight_version = "default"
+    core.step()
+    for value, label, num_logged in (
+        (2, "default", 0),
+        (3, "step-3", 0),
+        (4, "step-3", 1),
+        (5, "step-3", 1),
+        (6, "step-6", 1),
+        (3, "step-6", 2),
+    ):
+        core.rpc("receive", write(value))
+        core._weight_version = label
+        core.step()
+        core.step()
+        lines = [one for one in caplog.records if "changed under label" in one.message]
+        assert len(lines) == num_logged, (value, label)
+    core._weight_version = "same weights"
+    core.step()
+    assert "'step-3'" in lines[0].message
+    assert len(lines) == 2
+
+
 @pytest.mark.parametrize("strict", ["0", "always"])
 def test_a_look_that_fails_ends_no_engine(strict, monkeypatch, caplog):
     monkeypatch.setenv("VLLM_NWOR_STRICT", strict)

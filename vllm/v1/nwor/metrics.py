@@ -104,6 +104,16 @@ WEIGHT_ROUTES = (
 ADAPTER_ROUTE = "lora"
 WEIGHT_CHANGES = "weight_changes"
 WEIGHT_CHANGES_HELP = "Changes of the target model's weights, by the call that did it."
+# The report's increments of these, by name.
+VERSIONS = "versions"
+VERSION_COUNTERS = {
+    (
+        STALE_TOKENS := "stale_tokens"
+    ): "Prompt tokens whose KV was found in the cache and is of other weights.",
+    (
+        MIXED_REQUESTS := "mixed_requests"
+    ): "Requests that ended and whose KV is of more than one version of the weights.",
+}
 FALLBACKS_HELP = "Steps that did not run as nwor_info says, by reason."
 INFO_HELP = "1 for each KV-cache group: the mode asked for and the one in use."
 ENGINE_LABELS = ("model_name", "engine")
@@ -160,8 +170,8 @@ class NworStats:
     """One scheduler's counts.
 
     report: the increments not yet sent to the front end, as plain data: "counts" in the
-        order of SERIES and, by name, the optional fields of a payload (NEWS) and
-        WEIGHT_CHANGES by route.
+        order of SERIES and, by name, the optional fields of a payload (NEWS),
+        WEIGHT_CHANGES by route, and VERSIONS.
     """
 
     def __init__(self, num_sampled: int = 1, trims_drafts: bool = False) -> None:
@@ -179,11 +189,14 @@ class NworStats:
         self._add([*_NOTHING[1:], num])
         log_once(f"breach of the {kind} identity", found)
 
-    def weights_changed(self, route: str) -> None:
-        """Counts it. route: one of WEIGHT_ROUTES."""
-        self._add([*_NOTHING])
-        changes = Counter(self.report.get(WEIGHT_CHANGES, {})) + Counter([route])
-        self.report[WEIGHT_CHANGES] = dict(changes)
+    def count(self, field: str, counts: Mapping[str, int]) -> None:
+        """Adds to WEIGHT_CHANGES or VERSIONS of the report."""
+        if any(counts.values()):
+            self._add([*_NOTHING])
+            self._count(field, counts)
+
+    def _count(self, field: str, counts: Mapping[str, int]) -> None:
+        self.report[field] = dict(Counter(self.report.get(field)) + Counter(counts))
 
     def add_step(self, payload: Any, counted: Any, scheduled: Scheduled) -> None:
         """Adds one processed output. Raises TypeError or ValueError if the payload is
@@ -224,7 +237,7 @@ class NworStats:
             if new and name == "info":
                 self.report[name] = new
             elif new:
-                self.report[name] = dict(Counter(self.report.get(name)) + Counter(new))
+                self._count(name, new)
 
     def _add(self, counts: list[int]) -> None:
         if self.report:
@@ -395,6 +408,14 @@ class AuditPrometheus:
             engine: {route: changes.labels(*values, route) for route in WEIGHT_ROUTES}
             for engine, values in label_values.items()
         }
+        versions = {
+            name: create(counter_cls, name, text)
+            for name, text in VERSION_COUNTERS.items()
+        }
+        self._versions = {
+            engine: {name: found.labels(*values) for name, found in versions.items()}
+            for engine, values in label_values.items()
+        }
         # Engine index -> counters by the names of a payload.
         self._counters = {
             engine: {name: found.labels(*values) for name, found in others.items()}
@@ -408,3 +429,5 @@ class AuditPrometheus:
             self._counters[engine][name].inc(count)
         for route, count in report.get(WEIGHT_CHANGES, {}).items():
             self._changes[engine][route].inc(count)
+        for name, count in report.get(VERSIONS, {}).items():
+            self._versions[engine][name].inc(count)

@@ -287,6 +287,13 @@ FACTS: dict[str, tuple[HookTarget | Fact, ...]] = {
              "request.num_preemptions"),
         Has(REQUEST, "cache_salt", "prefill_stats", "num_preemptions"),
         Has("vllm.v1.metrics.stats:PrefillStats", num_local_cached_tokens="int"),
+        Has(KV, "FullAttentionSpec"),
+        Has(ENGINE_SCHEDULER, "connector", finished_req_ids="set"),
+        Has(f"{SCHEDULED}:SchedulerOutput", "kv_cache_block_copies"),
+        Has(REQUEST, "sampling_params", "request_id"),
+        Has("vllm.sampling_params:SamplingParams", extra_args="dict"),
+        Has("vllm.v1.engine:EngineCoreOutput", kv_transfer_params="dict"),
+        Has("vllm.outputs:RequestOutput", "kv_transfer_params"),
     ),
 }
 # fmt: on

@@ -433,6 +433,20 @@ CHANGES = (
         True,
     ),
     Change(
+        f"{SCHEDULER}.Scheduler",
+        "nwor_versions",
+        "which weights computed each block, and each position of its requests",
+        WEIGHTS_CHANGED,
+        True,
+    ),
+    Change(
+        "vllm.outputs.RequestOutput",
+        "nwor_kv_versions in its kv_transfer_params",
+        "the versions of a request that asks for them, if no KV connector uses these",
+        WEIGHTS_CHANGED,
+        True,
+    ),
+    Change(
         "vllm.v1.request.Request",
         "nwor_num_preemptions",
         "whether a request kept its blocks since its last step",

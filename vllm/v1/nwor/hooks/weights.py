@@ -54,6 +54,10 @@ logger = logging.getLogger("vllm.v1.nwor")
 
 FAILED = "audit: the weights cannot be read; their changes are not noticed"
 UNREAD = "audit: the weights could not be read; this counts as a change of them"
+UNDER_LABEL = (
+    "NWOR audit: weights changed under label %r: versions with this label are of "
+    "different weights (logged once for each label)"
+)
 # vLLM's label until somebody sets one.
 NO_LABEL = "default"
 # Words of 8 bytes of each parameter that a sample has.
@@ -268,11 +272,14 @@ class Epochs:
         self._epochs: dict[Any, Weights] = {}
         self._mixed: set[int] = set()
         self._num_epochs = 1
+        # Labels that weights were changed under; to have none is none.
+        self._reused = {""}
 
     def of_step(self, is_running: bool, has_tokens: bool) -> Weights:
         """What the weights of a step are that was just scheduled. is_running: whether
         requests were in flight before, which then run across a change. has_tokens: if
         not, nothing is computed, and the weights may be asleep."""
+        before = self.current
         if has_tokens and (self.routes or self._num_loads != _num_loads):
             routes = self.routes + ["load_weights"] * (self._num_loads != _num_loads)
             self.routes, self._num_loads = [], _num_loads
@@ -281,6 +288,10 @@ class Epochs:
         label = label if isinstance(label, str) and label != NO_LABEL else ""
         if label != self.current.label:
             self.current = self.current._replace(label=label)
+        is_changed = self.current.epoch != before.epoch
+        if is_changed and label == before.label and label not in self._reused:
+            self._reused.add(label)
+            logger.warning(UNDER_LABEL, label)
         return self.current
 
     def _look(self, routes: list[str], is_running: bool) -> None:
