@@ -6,8 +6,8 @@
 An engine on the CPU generates from the same prompts after each of a few weight updates
 (`reload_weights` of another random checkpoint, in place of a trainer's). First the
 prefix cache is kept, then it is reset after each update, which mends the loop. For each
-update one line: how many prompt tokens came from the cache, how many blocks the KV
-audit found to be of other weights, and how far the logprobs of the generated tokens are
+update one line: how many prompt tokens came from the cache, how many of them are of
+other weights, and how far the logprobs of the generated tokens are
 from those that the present weights give without a cache (the error that a trainer's
 importance ratios would have).
 """
@@ -52,10 +52,6 @@ def total(llm: Any, name: str, **labels: str) -> int:
     )
 
 
-def stale_blocks(llm: Any) -> int:
-    return total(llm, "audit_findings", **{"class": "stale_weights"})
-
-
 def run(llm: Any, checkpoints: list[str], resets: bool) -> list[str]:
     """A line for each update."""
     from vllm import SamplingParams
@@ -69,7 +65,7 @@ def run(llm: Any, checkpoints: list[str], resets: bool) -> list[str]:
     ]
     llm.reset_prefix_cache()
     llm.generate(prompts, sampling, use_tqdm=False)
-    lines, before = [], stale_blocks(llm)
+    lines, before = [], total(llm, "stale_tokens")
     for number, path in enumerate(checkpoints, 1):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
         if resets:
@@ -94,10 +90,11 @@ def run(llm: Any, checkpoints: list[str], resets: bool) -> list[str]:
             ]
             for one, other in zip(logprobs_of(sequence), right, strict=True):
                 error = max(error, abs(one - other))
-        found, before = stale_blocks(llm) - before, stale_blocks(llm)
+        stale = total(llm, "stale_tokens") - before
+        before += stale
         lines.append(
             f"update {number}: {cached} of {NUM_PROMPTS * PROMPT_TOKENS} prompt tokens "
-            f"from the cache, {found} stale blocks found, largest logprob error "
+            f"from the cache, {stale} of them stale, largest logprob error "
             f"{error:.3f}"
         )
     return lines

@@ -11,8 +11,8 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
 PYTHON=${PYTHON:-python3}
-STEPS=" build kernels engines faults sync layouts sleep audit poison offload parallel"
-STEPS="$STEPS ray sanitizer bench-kernels host-profile bench soak "
+STEPS=" build kernels engines faults sync layouts sleep audit poison weights offload"
+STEPS="$STEPS parallel ray sanitizer bench-kernels host-profile bench soak "
 WORK=${NWOR_WORK:-$(mktemp -d "${TMPDIR:-/tmp}/nwor-gpu-XXXXXX")}
 RESULTS=${NWOR_RESULTS:-results}
 mkdir -p "$WORK" "$RESULTS"
@@ -92,6 +92,7 @@ step_sync() { gpu_tests no_sync "$@"; }
 step_layouts() { gpu_tests layouts "$@"; }
 step_audit() { gpu_tests audit "$@"; }
 step_poison() { gpu_tests poison "$@"; }
+step_weights() { gpu_tests weights "$@"; }
 step_offload() { gpu_tests offloading "$@"; }
 step_parallel() { run_tests -s tests/gpu/test_engine_matrix.py -k test_two_ranks; }
 step_ray() { run_tests -s tests/gpu/test_engine_matrix.py -k test_ray; }

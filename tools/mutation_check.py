@@ -51,7 +51,9 @@ from benchmarks.files import write_json, write_whole  # noqa: E402
 TESTS = (
     "tests/unit/test_draft_manager.py",
     "tests/unit/test_audit.py",
+    "tests/unit/test_adapters.py",
     "tests/unit/test_weights.py",
+    "tests/unit/test_kv_versions.py",
     "tests/kernels/test_transaction.py",
     "tests/kernels/test_builtin_ops.py",
     "tests/kernels/test_large_offsets.py",

@@ -140,14 +140,15 @@ def engines_fixture(
     command: str = "make gpu-test",
     by_mode: bool = False,
     num_jobs: int = Pool.num_jobs,
+    **key: str,
 ) -> Any:
     """A fixture: what `chain` gives for each engine that the selected tests name, by
     engine, `num_jobs` of them at a time. An engine's `entries` are saved as soon as it
     has ended.
 
-    by_mode: the key of its lines has the mode.
+    by_mode: the key of its lines has the mode. key: further members of it.
     """
-    key = {"mode": ON} if by_mode else {}
+    key |= {"mode": ON} if by_mode else {}
 
     @pytest.fixture(scope="module")
     def runs(request: pytest.FixtureRequest, pool: Pool) -> dict[str, T]:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine in one process: `python -m tests.gpu.process JOB ENGINE OUT MODELS`.
 
-JOB is a function of this module; NWOR's mode comes from VLLM_NWOR_MODE. The report is
-written to OUT as JSON after each row, so that a process that dies leaves its last
-state. Exit status 0: the job ended; the tests judge the report.
+JOB is a function of this module or of weights.py; NWOR's mode comes from
+VLLM_NWOR_MODE. The report is written to OUT as JSON after each row, so that a process
+that dies leaves its last state. Exit status 0: the job ended; the tests judge the
+report.
 """
 
 import faulthandler
@@ -32,6 +33,7 @@ from tests.gpu.rows import (
     rows,
     rows_of,
 )
+from tests.gpu.weights import refits, weights_cost  # noqa: F401 # jobs
 from tests.helpers.player import Request, moved_bytes, risen
 
 POISON_SEED = 3

@@ -25,15 +25,19 @@ from tests.helpers.worker_probe import OracleExtension
 class GpuTestExtension(OracleExtension):
     """Mixed into vLLM's worker class; `self.model_runner` is the worker's."""
 
-    def test_randomize(self, seed: int, are_alike: bool = False) -> None:
+    def test_randomize(
+        self, seed: int, are_alike: bool = False, rank: int | None = None
+    ) -> None:
         """Sets random weights of target and drafter in place, the same in every
         process. vLLM's dummy weights are so small that an fp8 cache would hold only
-        zeros.
+        zeros. rank: the only worker to do so, if not None.
 
         are_alike: the drafter gets the target's weights of the same name, an EAGLE head
         uses the token alone, and the target's further layers add little. Then more than
         half of the greedy drafts are right if the drafter reads its cache correctly."""
         runner = self.model_runner
+        if rank not in (None, runner.vllm_config.parallel_config.rank):
+            return
         models = [runner.get_model(), draft_model(runner)]
         seen: set[int] = set()
         with torch.inference_mode():
@@ -48,6 +52,10 @@ class GpuTestExtension(OracleExtension):
                     if are_alike and adds_after_first_layer(name):
                         parameter.mul_(0.2)
                 renew_copies(model)
+
+    def test_transfer(self) -> None:
+        """Gives the worker a weight transfer engine that writes random weights."""
+        self.weight_transfer_engine = Transfer(self)
 
     def test_fix_costs(self) -> None:
         """Makes the measured times and the estimate of adaptive verification the same
@@ -151,6 +159,40 @@ class GpuTestExtension(OracleExtension):
         """`judge_layout` of each target layer."""
         layers = target_layers(self.model_runner).items()
         return [judge_layout(self.model_runner, name, layer) for name, layer in layers]
+
+
+class Transfer:
+    """In place of one of vLLM's weight transfer engines: an update is a seed, and goes
+    into the parameters themselves, as with vLLM's engines that call no load_weights."""
+
+    def __init__(self, worker: GpuTestExtension) -> None:
+        self._worker = worker
+
+    def update_weights(self, update_info: dict[str, int]) -> None:
+        self._worker.test_randomize(update_info["seed"], True)
+
+    def start_weight_update(self) -> None: ...
+
+    finish_weight_update = reset_weight_update_target = shutdown = start_weight_update
+
+
+def checkpoint(model: Any, seed: int) -> list[tuple[str, torch.Tensor]]:
+    """What test_randomize(seed, True) writes to the target, on the host, by the names
+    that load_weights knows. Not for a part of a tensor parallel model."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for name, parameter in model.named_parameters():
+        value = torch.empty_like(parameter, device="cpu")
+        fill(f"{seed} 0 {name}", value)
+        if adds_after_first_layer(name):
+            value.mul_(0.2)
+        kind = name.split(".")[-2]
+        if (parts := model.packed_modules_mapping.get(kind)) is None:
+            found.append((name, value))
+            continue
+        sizes = model.get_submodule(name.removesuffix(".weight")).output_sizes
+        for part, one in zip(parts, value.split(sizes), strict=True):
+            found.append((name.replace(kind, part), one))
+    return found
 
 
 def draft_model(runner: Any) -> Any:

@@ -23,10 +23,12 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.device_allocator import cumem
 from vllm.model_executor.layers import utils
 from vllm.v1.request import RequestStatus
 
@@ -36,8 +38,11 @@ from tests.helpers.logs import nwor_log
 from tests.helpers.runner_probe import request_name
 from tests.integration.test_byte_oracle import EVERYTHING
 from vllm_nwor import Commit, on_commit
-from vllm_nwor.audit.findings import AuditError, Finding
+from vllm_nwor.audit import fingerprints
+from vllm_nwor.audit.findings import LOST, AuditError, Finding
 from vllm_nwor.config import NworConfig, NworConfigError
+from vllm_nwor.hooks import worker as worker_hooks
+from vllm_nwor.metrics import NworStats
 
 Change = Callable[[Engine, int], Any]
 
@@ -258,7 +263,8 @@ def check_stale(
     assert set(findings[0].weights) == {"written", "present"}
     weights = findings[0].weights["written"], findings[0].weights["present"]
     for one in weights:
-        assert set(one) == {"epoch", "label"}
+        assert set(one) == {"epoch", "label", "adapter"}
+        assert one["adapter"] is None
         assert type(one["epoch"]) is int
         assert type(one["label"]) is str
     return weights
@@ -354,15 +360,192 @@ def test_weights_that_come_back_have_their_epoch_again(engine: Engine) -> None:
     assert found(engine) == []
 
 
-def test_a_write_that_nothing_announces_is_not_seen(engine: Engine) -> None:
-    """A limit."""
+def write_in_process(engine: Engine, seed: int) -> None:
+    write(model_of(engine), seed)
+
+
+def move_in_process(engine: Engine, seed: int) -> None:
+    """Other memory in place of each parameter's; the old one is freed."""
+    model = model_of(engine)
+    for param in model.parameters():
+        param.data = param.data.clone()
+    write(model, seed)
+
+
+@pytest.fixture
+def changes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The routes of changes that are counted."""
+    routes: list[str] = []
+    counted = NworStats.weights_changed
+
+    def count(stats: NworStats, route: str) -> None:
+        routes.append(route)
+        counted(stats, route)
+
+    monkeypatch.setattr(NworStats, "weights_changed", count)
+    return routes
+
+
+def run_steps(engine: Engine, num: int) -> None:
+    """At least so many, of a request whose text fills no block."""
+    first = engine.audit.audit.step
+    while engine.audit.audit.step < first + num:
+        engine.run([Request("other", prompt(79, 10), 20)])
+
+
+@of_each_kind
+@pytest.mark.parametrize("change", [write_in_process, move_in_process])
+def test_writes_that_nothing_announces_are_found_some_steps_later(
+    engine: Engine, change: Change, changes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And hits on blocks of before, from then on."""
+    monkeypatch.setattr(fingerprints, "EVERY", every := 16)
     before = ask(engine, "first", cached=0)
+    first = engine.audit.audit.step
+    change(engine, next(new_seeds))
+    changes.clear()
+    with nwor_log() as lines:
+        run_steps(engine, every + 1)
+        wrong = ask(engine, "second")
+    assert changes == ["unannounced"]
+    epochs(engine, "second", ["first"] * 2)
+    (line,) = [line for line in lines if "unannounced change" in line]
+    begin, end = map(int, re.findall(r"steps? (\d+) and (\d+)", line)[0])
+    assert begin <= first < end <= first + every
+    right = ask_anew(engine)
+    assert before != right
+    assert wrong != right
+    assert found(engine) == []
+
+
+def test_a_write_that_nothing_announces_is_not_seen_at_once(engine: Engine) -> None:
+    """A limit: until a fingerprint is taken."""
+    before = ask(engine, "first", cached=0)
+    fingerprint = engine.audit.audit.fingerprints
+    run_steps(engine, -engine.audit.audit.step % fingerprints.EVERY)
     write(model_of(engine), next(new_seeds))
-    wrong = ask(engine, "second")
+    seen, wrong = fingerprint.seen, ask(engine, "second")
+    assert fingerprint.seen == seen
     assert found(engine) == []
     right = ask_anew(engine)
     assert before != right
     assert wrong != right
+
+
+def test_weights_that_nobody_writes_are_looked_at_by_nobody(
+    engine: Engine, changes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fingerprint in each step is a look in none."""
+    monkeypatch.setattr(fingerprints, "EVERY", 1)
+    ask(engine, "first", cached=0)
+    weights, changes[:] = engine.runner.nwor_weights, []
+    num_looks, first = weights.num_looks, engine.audit.audit.step
+    run_steps(engine, 100)
+    assert engine.audit.audit.fingerprints.seen >= first + 100
+    assert (weights.num_looks, changes) == (num_looks, [])
+
+
+ANNOUNCED = {
+    "reload_weights, a path": "reload_weights",
+    "any RPC": "rpc",
+    "apply_model": "load_weights",
+    "load_weights in process": "load_weights",
+    "update_weights": "update_weights",
+}
+
+
+@pytest.mark.parametrize("route", ANNOUNCED)
+@pytest.mark.parametrize("is_running", [False, True], ids=["idle", "running"])
+def test_an_announced_change_is_not_unannounced(
+    engine: Engine,
+    route: str,
+    is_running: bool,
+    changes: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fingerprints, "EVERY", 1)
+    ask(engine, "first", cached=0)
+    changes.clear()
+
+    def change() -> None:
+        ROUTES[route](engine, next(new_seeds))
+
+    if is_running:
+        flights = [Request("flight", prompt(79, 40), 30)]
+        length = 50
+
+        def is_there() -> bool:
+            requests = engine.scheduler.requests.values()
+            return any(one.num_computed_tokens > length for one in requests)
+
+        run_until(engine, flights, is_there, change)
+    else:
+        change()
+    run_steps(engine, 5)
+    assert changes == [ANNOUNCED[route]]
+
+
+# --- sleep ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_weights_that_wake_up_count_by_what_they_hold(
+    engine: Engine, is_other: bool, changes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM on the CPU keeps all memory in sleep: garbage stands for what a sleep of
+    level 2 leaves, and the prefix cache is kept against vLLM's will."""
+    before = ask(engine, "first", cached=0)
+    changes.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "reset_prefix_cache", lambda *args, **kw: True)
+        engine.llm.sleep(level=2)
+    write(model_of(engine), next(new_seeds))
+    engine.llm.wake_up()
+    write(model_of(engine), next(new_seeds) if is_other else 0)
+    answer = ask(engine, "second")
+    assert changes == ["wake_up"] * is_other
+    if is_other:
+        epochs(engine, "second", ["first"] * 2)
+        assert answer != ask_anew(engine)
+    else:
+        assert answer == before
+        assert found(engine) == []
+
+
+def test_hits_on_what_a_sleep_dropped_are_found(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own allocator says that it did, and the prefix cache is kept against
+    vLLM's will. Without that there is no finding, because there is no hit."""
+    monkeypatch.setattr(worker_hooks, "sleeps", lambda runner: True)
+    for name in ("create_and_map", "unmap_and_release", "libcudart"):
+        monkeypatch.setattr(cumem, name, Mock())
+    monkeypatch.setattr(torch.accelerator, "empty_cache", Mock())
+    worker_hooks.install(cumem)
+    allocator = object.__new__(cumem.CuMemAllocator)
+    data = cumem.AllocationData((0, 8, 0, 0), "kv_cache")
+    allocator.pointer_to_data = {1: data}
+    before = ask(engine, "first", cached=0)
+
+    def sleep_and_wake_up() -> None:
+        allocator.sleep(offload_tags=("weights",))
+        for layer in engine.probe.layers().values():
+            layer.kv_cache.zero_()
+        allocator.wake_up()
+
+    sleep_and_wake_up()
+    wrong = ask(engine, "second")
+    assert [(f.kind, f.position, request_name(f.writer.request), f.found)
+            for f in found(engine)] == [
+        ("wrong_prefix", BLOCK_SIZE * n, "first", LOST) for n in range(2)
+    ]  # fmt: skip
+    assert wrong != before
+    sleep_and_wake_up()
+    assert ask_anew(engine) == before
+    assert found(engine) == []
+
+
+# --- updates in parts, labels ---------------------------------------------------------
 
 
 def test_an_update_in_two_parts_is_found_after_each(engine: Engine) -> None:
@@ -396,7 +579,8 @@ def test_findings_have_vllms_labels(engine: Engine) -> None:
     assert ask(engine, "second") != answer
     written, present = check_stale(engine, "second", ["first"] * 2)
     assert written["label"] in ("version 1", "version 2")
-    assert present == {"epoch": before + 1, "label": "version 3"}
+    now = {"epoch": before + 1, "label": "version 3", "adapter": None}
+    assert present == now
 
 
 # --- requests in flight ---------------------------------------------------------------
@@ -469,6 +653,52 @@ def test_requests_in_flight_are_not_found_but_their_blocks_are(
     assert by_epochs[0] < by_epochs[1]
     assert ask_anew(engine) != wrong
     assert found(engine) == []
+
+
+@of_each_kind
+def test_a_requests_versions_are_those_that_computed_its_positions(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one in flight across a change, of a later one that takes over its blocks, and
+    of a fresh one after a reset. They reach the request's output."""
+    add = engine.llm.add_request
+    asks = {"nwor_kv_versions": True}
+
+    def asking(name: str, text: Any, params: Any, **more: Any) -> Any:
+        params.extra_args = asks
+        return add(name, text, params, **more)
+
+    step, answers = engine.llm.step, {}
+
+    def stepping() -> Any:
+        outputs = step()
+        for one in outputs:
+            if one.finished:
+                answers[one.request_id] = one.kv_transfer_params["nwor_kv_versions"]
+        return outputs
+
+    monkeypatch.setattr(engine.llm, "add_request", asking)
+    monkeypatch.setattr(engine.llm, "step", stepping)
+
+    def runs(name: str) -> list[tuple[int, int, int]]:
+        return [
+            (int(one["version"].removeprefix("#")), one["start"], one["end"])
+            for one in answers[name]
+        ]
+
+    _, answer = fly(engine, lambda: write_by_rpc(engine, next(new_seeds)))
+    (old, begin, change), (new, after, end) = runs("flight")
+    assert (begin, end) == (0, len(TEXT) + len(answer) - 1)
+    assert len(TEXT) < change == after < 3 * BLOCK_SIZE
+    assert old < new
+    ask(engine, "later")
+    assert runs("later") == [(old, 0, NUM_CACHED), (new, NUM_CACHED, len(TEXT) + 11)]
+    text = (*TEXT, *answer)
+    ask(engine, "behind", text, cached=4 * BLOCK_SIZE)
+    assert runs("behind") == [(old, 0, change), (new, change, len(text) + 11)]
+    found(engine)
+    ask_anew(engine)
+    assert runs("anew") == [(new, 0, len(TEXT) + 11)]
 
 
 @pytest.mark.parametrize("engine", ["stage"], indirect=True)

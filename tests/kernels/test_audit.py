@@ -13,6 +13,7 @@ import gc
 import itertools
 import json
 import math
+import pickle
 import re
 import resource
 import threading
@@ -28,7 +29,9 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 import torch
+from vllm.device_allocator import cumem
 from vllm.distributed import kv_transfer
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
@@ -36,7 +39,7 @@ from tests.helpers.logs import nwor_log
 from tests.kernels.conftest import DEVICES
 from tests.kernels.reference import random_bytes
 from vllm_nwor import ops
-from vllm_nwor.audit import build, state
+from vllm_nwor.audit import build, fingerprints, state
 from vllm_nwor.audit import findings as audit_findings
 from vllm_nwor.audit import observer as audit_observer
 from vllm_nwor.audit.findings import AuditError, Finding, Findings, Found, Writer
@@ -51,7 +54,7 @@ from vllm_nwor.hooks.scheduled import ScheduledStep
 from vllm_nwor.layout.caches import ExpectedCaches, ExpectedLayer, Loads
 from vllm_nwor.layout.kv_layout import packed_layout, row_layout
 from vllm_nwor.layout.tables import DeviceMemory, LayerCache
-from vllm_nwor.step import Observer, Transfer, Undone, Weights
+from vllm_nwor.step import LoadedAdapters, Observer, Transfer, Undone, Weights
 
 N = 4  # slots a block
 NUM_BLOCKS = 16
@@ -111,6 +114,8 @@ class World:
 
     can_say: whether the scheduler's hook works. local: of what a request found, the
     tokens that the scheduler knows to have been in the cache. copied: pairs of blocks.
+    loading: adapters that vLLM loads in the next step, behind its plan, and their
+    contents.
     preempted: requests. mode, strict: the configuration."""
 
     device: ClassVar[torch.device]
@@ -154,9 +159,10 @@ class World:
             args = shape, layers, 4, self.max_tokens, self.budget > 0, memory
             groups.append(AuditedGroup(*args))
         args = groups, self.budget, 4, [N] * self.num_groups, memory
-        self.audit = Audit(*args, self.loads)
+        self.adapters = LoadedAdapters()
+        self.audit = Audit(*args, self.loads, adapters=self.adapters)
         self.requests, self.numbers, self.local = {}, {}, {}
-        self.weights = Weights()
+        self.weights, self.loading = Weights(), {}
         self.news, self.finished, self.copied, self.preempted = [], [], [], set()
         self.texts = torch.zeros(4, self.max_tokens, dtype=torch.int32).to(self.device)
         self.runner = Runner(
@@ -197,9 +203,15 @@ class World:
 
     # -- the scheduler -------------------------------------------------------------
 
-    def add(self, name, text, blocks, hit=0, by_group=None):
+    def load(self, number, content):
+        self.adapters.digests[number] = content
+        self.adapters.news.add(number)
+
+    def add(self, name, text, blocks, hit=0, by_group=None, lora=None):
+        """lora: number of its adapter."""
         self.requests[name] = Request(list(text), list(blocks), hit)
         new = SimpleNamespace(req_id=name, num_computed_tokens=hit, mm_features=[])
+        new.lora_request = lora and LoRARequest("acme", lora, "/a")
         new.block_ids = by_group or [list(blocks)] * self.num_groups
         self.news.append(new)
         self.numbers[name] = max({0, 1, 2, 3} - set(self.numbers.values()))
@@ -262,6 +274,8 @@ class World:
             works=list(works.values()),
         )
         (self._prepare_v2 if self.is_v2 else self._prepare_v1)(batch)
+        while self.loading:
+            self.load(*self.loading.popitem())
         before = [cache.clone() for cache in self.caches]
         rows = list(zip(tokens, positions, mapping.tolist(), strict=True))
         for layer in range(self.num_layers):
@@ -807,8 +821,8 @@ def test_a_hit_on_blocks_of_other_weights():
         ("stale_weights", block * N) for block in (4, 5, 6)
     ]
     epochs = {
-        "written": {"epoch": 0, "label": ""},
-        "present": {"epoch": 1, "label": ""},
+        "written": {"epoch": 0, "label": "", "adapter": None},
+        "present": {"epoch": 1, "label": "", "adapter": None},
     }
     assert [finding.weights for finding in found] == [epochs] * 3
     # What is computed now is right, and then the first weights come back.
@@ -844,6 +858,180 @@ def test_a_preempted_request_is_of_the_weights_of_then():
     assert fields(world.step(a=6), "kind slot") == [("stale_weights", N)]
     world._scheduled = make
     assert world.step(a=2) == []
+
+
+# --- adapters -------------------------------------------------------------------------
+
+A, B = "a" * 32, "b" * 32
+
+
+def with_adapter(content=A, loads_late=True):
+    """A request of adapter 1, which vLLM loads in its step, behind the plan or before
+    it; it has ended."""
+    world = World()
+    if loads_late:
+        world.loading = {1: content}
+    else:
+        world.load(1, content)
+    assert world.runs("a", TEXT[:10], [1, 2, 3], lora=1) == []
+    world.finish("a")
+    return world
+
+
+def hits(world, content=None, lora=1, name="c"):
+    """What a request with that adapter finds that takes two blocks of `a` over."""
+    world.loading = {lora: content} if content else {}
+    found = world.runs(name, TEXT[:9], [1, 2, 11], hit=8, lora=lora)
+    world.finish(name)
+    return fields(found, "kind slot")
+
+
+STALE = [("stale_weights", 1 * N), ("stale_weights", 2 * N)]
+WRONG = [("wrong_prefix", 1 * N), ("wrong_prefix", 2 * N)]
+
+
+@pytest.mark.parametrize("loads_late", [False, True])
+def test_the_content_of_an_adapter_is_in_the_identity(loads_late):
+    """Whenever vLLM loads it, and however often."""
+    world = with_adapter(loads_late=loads_late)
+    assert hits(world) == []
+    assert hits(world, A) == []
+    assert hits(world, A, lora=2) == []
+    assert hits(world, B, lora=3) == WRONG
+    assert hits(world, B) == STALE
+    assert hits(world) == STALE
+    assert hits(world, A) == []
+    assert hits(world, lora=None) == WRONG
+    assert world.audit.requests.num_adapter_changes == 2
+
+
+def test_a_finding_has_both_contents():
+    world = with_adapter()
+    world.loading, world.weights = {1: B}, Weights(2, 77, "step-2")
+    found = world.runs("c", TEXT[:9], [1, 2, 11], hit=8, lora=1)
+    written, present = ({"name": "acme", "content": n * 16} for n in "ab")
+    assert found[0].weights == {
+        "written": {"epoch": 0, "label": "", "adapter": written},
+        "present": {"epoch": 2, "label": "step-2", "adapter": present},
+    }
+
+
+@pytest.mark.parametrize("is_behind_plan", [False, True])
+def test_a_request_in_flight_across_a_change_of_its_adapter(is_behind_plan):
+    """It keeps its identity; so its adapter's first content does not come back under
+    the old one, as its blocks hold both."""
+    world = with_adapter()
+    world.add("b", OTHER[:6], [4, 5, 6], lora=1)
+    assert world.step(b=6) == []
+    change = world.loading.__setitem__ if is_behind_plan else world.load
+    change(1, B)
+    assert world.step(b=2) == []
+    text = world.requests["b"].text[:8]
+    world.finish("b")
+    assert hits(world, A, name="d") == STALE
+    found = world.runs("e", [*text, 9], [4, 5, 12], hit=8, lora=1)
+    assert fields(found) == ["stale_weights"] * 2
+    assert world.runs("f", TEXT[:9], [1, 2, 13], lora=1) == []
+    world.finish("e", "f")
+    assert hits(world, name="g") == []
+
+
+def test_an_adapter_that_comes_back_before_a_step_was_not_away():
+    """Nor does it count for requests that ended, were preempted, or have another
+    one."""
+    world = with_adapter()
+    world.add("b", OTHER[:6], [4, 5, 6], lora=1)
+    world.add("o", OTHER[:6], [7, 8, 9], lora=2)
+    world.loading = {2: A}
+    assert world.step(b=6, o=6) == []
+    world.load(1, B)
+    world.load(1, A)
+    assert world.step(b=1, o=1) == []
+    assert world.audit.requests.num_adapter_changes == 0
+    world.preempted = {"b"}
+    world.load(1, B)
+    assert world.step(o=1) == []
+    world.load(1, A)
+    assert hits(world) == []
+    assert world.audit.requests.num_adapter_changes == 2
+
+
+IMAGES = (("red", 2, 3),)
+
+
+@pytest.mark.parametrize(("accepted", "is_undone"), [(0, False), (0, True), (2, False)])
+@pytest.mark.parametrize("hit", [0, 8])
+def test_another_seed_behind_the_plan_is_as_good_as_one_before(
+    hit, accepted, is_undone
+):
+    """Every byte of the tables, next to another request and behind a foreign write, and
+    with an image in the text."""
+
+    def tables(loads_late):
+        world = World(is_undone=is_undone)
+        world.load(1, B)
+        assert world.runs("a", TEXT[:10], [1, 2, 3], lora=1) == []
+        world.finish("a")
+        world.load(1, A)
+        world.add("b", OTHER[:6], [4, 5, 6], lora=2)
+        world.loading = {2: "other"}
+        assert world.step(b=6) == []
+        world.add("c", TEXT[:10], [1, 2, 11, 12], hit=hit, lora=1)
+        world.requests["c"].images = IMAGES
+        if loads_late:
+            world.loading = {1: B}
+        else:
+            world.load(1, B)
+
+        def collide(slots):
+            slots[-1] = 3 * N
+
+        works = {"c": Work(10 - hit, (77, 78, 79), accepted), "b": 2}
+        found = fields(world.step(**works, slots=collide), "kind slot expected found")
+        assert world.step(c=2) == []
+        return found, world.audit.groups[0].tensors
+
+    (found, early), (found_late, late) = map(tables, (False, True))
+    assert found == found_late != []
+    assert [name for name in early if not torch.equal(early[name], late[name])] == []
+
+
+def test_another_seed_leaves_another_requests_record():
+    """Two rows go to one slot, and either may write the record last."""
+    world = with_adapter()
+    world.add("c", TEXT[:4], [4, 5], lora=1)
+    world.add("b", OTHER[:4], [6, 7])
+    world.loading = {1: B}
+
+    def collide(slots):
+        slots[-1] = 4 * N + 3
+
+    assert fields(world.step(c=4, b=4, slots=collide))[0] == "foreign_write"
+    tensors = world.audit.groups[0].tensors
+    slots, hashes = tensors["plan"][:8, 0].tolist(), tensors["plan"][:8, 1].tolist()
+    assert slots[3] == slots[7] == 4 * N + 3
+    assert tensors["records"][4 * N + 3, 0].item() in (hashes[3], hashes[7])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((4, 1, 0), "seat is 4; must be between 0 and 3"),
+        ((-1, 1, 0), "seat is -1; must be between 0 and 3"),
+        ((0, 1, 65), "num_tokens is 65; must be between 0 and 64, the rows of plan"),
+        ((0, 1, -1), "num_tokens is -1; must be between 0 and 64, the rows of plan"),
+    ],
+)
+def test_invalid_arguments_of_reseed_are_refused(arguments, said):
+    world = prefilled()
+    group = world.audit.groups[0]
+    before = {name: tensor.clone() for name, tensor in group.tensors.items()}
+    with pytest.raises(RuntimeError, match=f"^audit_reseed: {said}$"):
+        world.audit._ops.audit_reseed(group.tables, *arguments)
+    assert all(torch.equal(before[name], group.tensors[name]) for name in before)
+
+
+# --- wrong_prefix ---------------------------------------------------------------------
 
 
 def test_a_hit_on_a_rejected_draft():
@@ -1487,10 +1675,12 @@ def test_an_output_that_is_read_while_one_is_attached_counts_as_read(monkeypatch
 class Payload:
     """Of an output, while which is made another thread counts."""
 
+    weights_changed = None
+
     def __init__(self, meanwhile):
         self.meanwhile = meanwhile
 
-    def with_audit(self, counts):
+    def with_audit(self, counts, weights_changed):
         self.meanwhile()
         self.counts = counts
         return self
@@ -1781,7 +1971,7 @@ def test_what_vllm_calls_of_the_hooks_is_followed():
     with nwor_log() as lines:
         lives_on(world)
     assert lines == ["INFO NWOR audit: 1 steps, 0 findings"]
-    assert world.audit.groups[0].records.count_nonzero() == 0
+    assert world.audit.groups[0].records[:, ::3].count_nonzero() == 0
 
 
 # What fails: a part of the audit, or what the hooks read.
@@ -1792,7 +1982,7 @@ FAILING = {
     "blocks_transferred": lambda world: (world.audit, "on_transfer"),
     "output_ready": lambda world: (world.observer, "_sent"),
     "the output is read": lambda world: (world.audit.outbox, "take"),
-    "caches_lost": lambda world: (world.audit, "forget_cache"),
+    "caches_lost": lambda world: (world.audit, "lose_cache"),
     "shut_down": lambda world: (world.observer.findings, "conclude"),
     "no scheduler output": {"scheduled": object},
     "no metadata of a connector": {"scheduled": without_metadata},
@@ -1899,6 +2089,211 @@ def test_a_wake_up_of_the_cache_makes_it_another_one(tags, is_known):
     assert set(fields(found, "kind slot")) == (
         {("changed", 2 * N)} if is_known else set()
     )
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    """vLLM's own allocator of sleep mode, without its memory: of one part of the
+    weights, and of two parts of the KV cache."""
+    for name in ("create_and_map", "unmap_and_release", "libcudart"):
+        monkeypatch.setattr(cumem, name, Mock())
+    monkeypatch.setattr(torch.accelerator, "empty_cache", Mock())
+    found = object.__new__(cumem.CuMemAllocator)
+    handle = (0, 8, 0, 0)
+    found.pointer_to_data = {
+        number: cumem.AllocationData(handle, tag)
+        for number, tag in enumerate(["weights", "kv_cache", "kv_cache"])
+    }
+    worker.install(cumem)
+    return found
+
+
+OFFLOADED = {
+    "nothing": (None, True),
+    "weights, as level 1 does": ("weights", True),
+    "the caches": (("kv_cache",), False),
+}
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+@pytest.mark.parametrize("offloaded", OFFLOADED)
+def test_a_framework_that_drives_the_allocator_itself(
+    allocator, offloaded, sleeps, monkeypatch
+):
+    """Content is lost when the caches wake up, if it was not copied to the host; of
+    runners that use sleep mode."""
+    tags, is_dropped = OFFLOADED[offloaded]
+    monkeypatch.setattr(worker, "sleeps", lambda runner: sleeps)
+    world = computed()
+    monkeypatch.setattr(worker, "bound_runners", [world.runner])
+    world.finish("a")
+    allocator.sleep(offload_tags=tags)
+    allocator.wake_up(["weights"])
+    assert world.runs("b", TEXT[:5], [1, 3], hit=N) == []
+    allocator.wake_up(tags=["kv_cache"])
+    found = world.runs("c", TEXT[:5], [1, 4], hit=N)
+    is_lost = is_dropped and sleeps
+    assert (
+        fields(found, "kind found") == [("wrong_prefix", audit_findings.LOST)] * is_lost
+    )
+    world.step(b=0)
+    allocator.wake_up()  # nothing is asleep
+    assert world.runs("d", [*TEXT[:4], 3], [4, 5], hit=0) == []
+    assert world.runs("e", [*TEXT[:4], 4], [4, 6], hit=N) == []
+
+
+def test_an_allocator_that_is_not_as_expected_ends_the_audit(allocator, monkeypatch):
+    monkeypatch.setattr(worker, "sleeps", lambda runner: True)
+    world = prefilled(strict=False)
+    monkeypatch.setattr(worker, "bound_runners", [world.runner])
+    allocator.pointer_to_data[1] = SimpleNamespace(tag="kv_cache")
+    with nwor_log() as lines, pytest.raises(AttributeError):
+        allocator.wake_up()  # vLLM's own
+    assert lines == ["ERROR NWOR audit: disabled after an internal error"]
+
+
+def test_a_hit_on_what_a_sleep_dropped():
+    """Each block of it once; not what was written since, nor a rejected draft."""
+    world = computed()
+    world.finish("a")
+    assert world.runs("b", OTHER[:N], [3]) == []
+    world.audit.lose_cache()
+    assert world.runs("c", OTHER[:N], [5, 7], rejected=(77,)) == []
+    world.finish("b", "c")
+    found = world.runs("d", TEXT[:9], [1, 2, 6], hit=2 * N)
+    assert fields(found, "kind position owner writer found") == [
+        ("wrong_prefix", 0, "d", "a", audit_findings.LOST),
+        ("wrong_prefix", N, "d", "a", audit_findings.LOST),
+    ]
+    assert [finding.writer.step for finding in found] == [1, 1]
+    assert world.runs("e", [*OTHER[:N], 1], [5, 8], hit=N) == []
+    found = world.runs("f", [*OTHER[: N + 1], 1], [5, 7], hit=N + 1)
+    assert fields(found, "kind position writer found") == [
+        ("wrong_prefix", N, "c", "0x0")
+    ]
+
+
+class Words:
+    """Words of parameters, as step.WeightWords."""
+
+    def __init__(self, device, count=1500):
+        bits = random_bytes(count * 8, seed=3).view(torch.int64)
+        self.values = bits.to(device)
+        self.num_looks, self.moved = 0, False
+
+    def addresses(self, device):
+        assert device == self.values.device
+        return [self.values[i].data_ptr() for i in range(len(self.values))]
+
+    def have_moved(self):
+        return self.moved
+
+    def fingerprint(self):
+        found = enumerate(self.values.tolist(), 1)
+        return sum(mix(word + i * GAMMA) for i, word in found) % 2**64
+
+
+@pytest.fixture
+def weighed(monkeypatch):
+    """A world whose audit takes a fingerprint in every third step, and its words."""
+    monkeypatch.setattr(fingerprints, "EVERY", 3)
+    world = World(num_groups=2)
+    words = Words(World.device)
+    world.audit.fingerprints.watch(words)
+    world.add("a", TEXT[:4], [1, 2, 3, 4, 5])
+    return world, words
+
+
+def taken(world):
+    """The fingerprint and its step in each group's header on the device."""
+    headers = [group.findings[0].tolist() for group in world.audit.groups]
+    return [(value % 2**64, step) for *_, value, step in headers]
+
+
+def test_a_fingerprint_is_a_sum_over_words_in_the_steps_in_which_it_is_due(weighed):
+    """Of one group; the ops of other steps read no word."""
+    world, words = weighed
+    for step, last in enumerate([1, 1, 3, 3, 3, 6], 1):
+        assert world.step(a=0) == []
+        if step == last:
+            before = words.fingerprint()
+        assert taken(world) == [(before, last), (0, 0)]
+        assert world.audit.groups[0].tables[world.audit.groups[0]._words].sum() == 0
+        words.values[step * 200] ^= 1 << step
+
+
+def test_words_that_change_places_are_another_fingerprint(weighed):
+    world, words = weighed
+    world.step(a=0)
+    (first, _), _ = taken(world)
+    words.values[:2] = words.values[:2].flip(0).clone()
+    words.num_looks += 1
+    world.step(a=0)
+    (second, step), _ = taken(world)
+    assert (second != first, step) == (True, 2)
+
+
+def test_a_change_is_said_until_somebody_looks(weighed):
+    """Between the last step with the old fingerprint, and one with another."""
+    world, words = weighed
+    found = []
+
+    def steps(count):
+        for _ in range(count):
+            world.step(a=0)
+            found.append(world.audit.fingerprints.take())
+
+    steps(4)
+    words.values[1400] += 1
+    steps(5)
+    assert found == [None] * 5 + [(3, 6), None, None, (3, 9)]
+    words.values[1400] -= 1  # what somebody looks at is what counts
+    steps(3)
+    words.values[0] += 1
+    words.num_looks += 1
+    found.clear()
+    steps(7)
+    assert found == [None] * 7
+    words.values[0] -= 1
+    steps(2)
+    assert found[-1] == (18, 21)
+
+
+def test_words_that_may_be_freed_are_not_read(weighed):
+    world, words = weighed
+    world.step(a=0)
+    words.moved = True
+    for _ in range(2):
+        world.step(a=0)
+    assert world.audit.fingerprints.take() == (1, 3)
+    assert taken(world)[0][1] == 1
+    words.values, words.moved = words.values.clone() + 1, False
+    words.num_looks += 1
+    world.step(a=0)
+    assert world.audit.fingerprints.take() is None
+    assert taken(world)[0] == (words.fingerprint(), 4)
+
+
+def test_a_model_without_words_has_no_fingerprint():
+    world = World()
+    world.audit.fingerprints.watch(Words(World.device, count=0))
+    world.add("a", TEXT[:4], [1, 2])
+    world.step(a=0)
+    assert taken(world) == [(0, 0)]
+
+
+def test_a_change_leaves_with_the_next_output_that_has_requests(weighed):
+    """Where another process reads it, and metrics may be off."""
+    world, words = weighed
+    for _ in range(2):
+        world.step(a=0)
+    words.values += 1
+    world.step(a=0)
+    assert not hasattr(world.ends(SimpleNamespace(req_ids=[])), "nwor_weights")
+    output = world.ends(SimpleNamespace(req_ids=["a"]))
+    assert output.nwor_weights == (1, 3)
+    assert pickle.loads(pickle.dumps(output)).nwor_weights == (1, 3)
+    assert not hasattr(world.ends(SimpleNamespace(req_ids=["a"])), "nwor_weights")
 
 
 @pytest.mark.parametrize("heads", [1, 3])

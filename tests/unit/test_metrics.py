@@ -28,7 +28,7 @@ from vllm_nwor import commits
 from vllm_nwor.base import errors
 from vllm_nwor.base.payload import StepPayload
 from vllm_nwor.base.wrap import HostMismatch, extend
-from vllm_nwor.hooks import front_end, info, outputs
+from vllm_nwor.hooks import front_end, info, outputs, weights
 from vllm_nwor.hooks import scheduler as scheduler_hooks
 from vllm_nwor.hooks.ledger import LOGGERS, SCHEDULER
 from vllm_nwor.hooks.runner import RunnerState
@@ -592,6 +592,25 @@ def test_emit_metrics_0_creates_no_metrics(monkeypatch):
 
     assert list(front.registry.collect()) == []
     assert run(hooked_scheduler(), MIXED) is None
+
+
+@pytest.mark.parametrize("emits", ["0", "1"])
+def test_an_unannounced_change_of_weights_needs_no_metrics(emits, monkeypatch):
+    """The hooks are on the scheduler, and it is said in the step that brings it."""
+    monkeypatch.setenv("VLLM_NWOR_EMIT_METRICS", emits)
+    monkeypatch.setenv("VLLM_NWOR_AUDIT", "log")
+    monkeypatch.setattr(Scheduler, "schedule", lambda self: None, raising=False)
+    changed = Mock()
+    monkeypatch.setattr(weights, "changed_unannounced", changed)
+    scheduler, output = hooked_scheduler(), MIXED.output
+    of_step = SimpleNamespace(
+        step=MIXED, num_invalid_spec_tokens=None, scheduled_spec_decode_tokens={}
+    )
+    scheduler.update_from_output(of_step, output)
+    assert changed.call_args_list == []
+    output.nwor_weights = 64, 128
+    scheduler.update_from_output(of_step, output)
+    assert changed.call_args_list == [call(scheduler, (64, 128))]
 
 
 def test_metrics_use_only_labels_inc_and_set():

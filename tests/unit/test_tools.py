@@ -57,10 +57,8 @@ def gpu_run(tmp_path):
     return run
 
 
-STEPS = (
-    "build kernels engines faults sync layouts sleep audit poison offload parallel ray "
-)
-STEPS += "bench-kernels host-profile bench soak"
+STEPS = "build kernels engines faults sync layouts sleep audit poison weights offload "
+STEPS += "parallel ray bench-kernels host-profile bench soak"
 FAILING = """case "$*" in
 *BUDGETED*) echo cell-1 cell-2 ;;
 *find_model*) echo /target && echo /head ;;

@@ -2,6 +2,7 @@
 """Epochs of weights: when the engine core sees a change, and what a digest tells apart.
 On real engines: tests/integration/test_weights.py."""
 
+import ctypes
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +14,15 @@ from vllm_nwor.audit.findings import decode
 from vllm_nwor.audit.requests import Identity, Requests, seed_of
 from vllm_nwor.base import errors
 from vllm_nwor.hooks import weights
-from vllm_nwor.hooks.weights import ModelWeights, digest, sample, words_of
+from vllm_nwor.hooks.weights import (
+    ModelWeights,
+    addresses_of,
+    digest,
+    sample,
+    words_of,
+)
 from vllm_nwor.layout.caches import Loads
-from vllm_nwor.step import Weights
+from vllm_nwor.step import Adapter, Weights
 
 
 class Model(torch.nn.Module):
@@ -101,6 +108,68 @@ def test_a_sample_has_words_of_every_parameter():
         model.load_state_dict(Model().state_dict())
         parameter.data.add_(1)
         assert not torch.equal(sample(model.named_parameters()), before)
+
+
+def values_at(addresses):
+    """The words of 8 bytes there."""
+    return [ctypes.c_int64.from_address(one).value for one in addresses]
+
+
+def test_a_fingerprint_reads_the_words_of_the_sample():
+    """Those of an end that is no whole word are left out."""
+    model = Model()
+    one = ModelWeights(model)
+    words = {
+        name: sample([(name, parameter)]).tolist()
+        for name, parameter in model.named_parameters()
+    }
+    whole = [*words["embedding"], *words["packed"][:-1], *words["turned"]]
+    assert values_at(one.addresses(torch.device("cpu"))) == whole
+    assert one.addresses(torch.device("cuda", 0)) == []
+    assert ModelWeights(model, moves=True).addresses(torch.device("cpu")) == []
+
+
+@pytest.mark.parametrize("offset", range(9))
+def test_no_word_is_read_that_is_not_the_parameters_own(offset):
+    whole = torch.zeros(300, dtype=torch.uint8)
+    part = whole[offset : offset + 203]
+    found = addresses_of(part)
+    assert len(found) == 16
+    assert found[0] >= part.data_ptr()
+    assert found[-1] + 8 <= part.data_ptr() + 203
+    assert all(address % 8 == 0 for address in found)
+    repeated = whole[290:291].expand(1000)
+    assert all(one + 8 <= whole.data_ptr() + 300 for one in addresses_of(repeated))
+    assert addresses_of(torch.empty(64, device="meta")) == []
+
+
+MOVES = {
+    "data": lambda model: setattr(model.embedding, "data", torch.ones(40, 17)),
+    "a new parameter": lambda model: setattr(
+        model, "turned", torch.nn.Parameter(model.turned.clone())
+    ),
+    "none": lambda model: delattr(model, "scale"),
+    "freed": lambda model: model.embedding.untyped_storage().resize_(0),
+    "of a part": lambda model: setattr(
+        model.part, "weight", torch.nn.Parameter(torch.ones(3, 3))
+    ),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_parameters_that_were_moved_are_noticed(move):
+    model = Model()
+    model.part = torch.nn.Linear(3, 3, bias=False)
+    one = ModelWeights(model)
+    one.addresses(torch.device("cpu"))
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.clone())
+    assert not one.have_moved()
+    MOVES[move](model)
+    assert one.have_moved()
+    if move != "freed":
+        one.addresses(torch.device("cpu"))
+        assert not one.have_moved()
 
 
 # --- epochs ---------------------------------------------------------------------------
@@ -222,6 +291,89 @@ def test_a_load_in_this_process_needs_no_rpc():
     assert core.epoch() == 3
 
 
+def test_a_fingerprint_that_differs_is_a_reason_to_look(caplog):
+    """At all bytes: a parameter that was moved may have the same sample."""
+    core = Core()
+    core.models[1].embedding.data.view(-1)[4 * 150 + 5] += 1  # not in the sample
+    core.rpc("probe")
+    assert core.epoch() == 0
+    weights.changed_unannounced(core.scheduler, (64, 128))
+    assert (core.epoch(), core.changes) == (1, ["unannounced"])
+    assert "between steps 64 and 128" in caplog.text
+    num_looks = core.num_looks
+    assert (core.epoch(), core.num_looks) == (1, num_looks)
+    assert core.workers[0].model_runner.nwor_weights.num_looks == 2
+
+
+def test_blocks_before_an_unannounced_change_is_seen_do_not_come_back():
+    """Some of them were computed with the new weights, as of the old epoch."""
+    core = Core()
+    start = core.models[0].scale.item()
+    write(2)(core)
+    weights.changed_unannounced(core.scheduler, (0, 64))
+    assert core.epoch() == 1
+    core.rpc("receive", write(start))
+    assert core.epoch() == 2
+
+
+@pytest.mark.parametrize(
+    ("announce", "route"),
+    [
+        (lambda core: core.rpc("receive", write(2)), "rpc"),
+        (lambda core: core.rpc("update_weights", write(2)), "update_weights"),
+        (lambda core: core.models[0].load_weights([("scale", torch.tensor(2.0))]),
+         "load_weights"),
+    ],
+)  # fmt: skip
+def test_an_announced_change_is_not_an_unannounced_one(announce, route, caplog):
+    """Its fingerprint may come first: a step was in flight. And after it."""
+    core = Core()
+    announce(core)
+    weights.changed_unannounced(core.scheduler, (64, 128))
+    assert (core.epoch(), core.changes) == (1, [route])
+    weights.changed_unannounced(core.scheduler, (64, 128))
+    assert (core.epoch(), core.changes) == (1, [])
+    assert "unverified" not in caplog.text
+
+
+def test_another_engines_fingerprint_is_not_this_ones():
+    core, other = Core(), Core()
+    weights.changed_unannounced(other.scheduler, (64, 128))
+    weights.changed_unannounced(object(), (64, 128))
+    assert (core.epoch(), core.num_looks) == (0, 0)
+    assert (other.epoch(), other.num_looks) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("tags", "looks"), [(None, 1), (["weights"], 1), (["kv_cache"], 0)]
+)
+def test_weights_that_wake_up_are_looked_at(tags, looks):
+    """What they hold then, and not that they were loaded again, decides."""
+    core = Core()
+    start = core.models[0].scale.item()
+    write(3)(core)  # as garbage
+
+    def wake_up(tags=None):
+        write(start)(core)
+        return "awake"
+
+    for args, kwargs in (((tags,), {}), ((), {"tags": tags})):
+        assert weights._wake_up(wake_up, core, args, kwargs) == "awake"
+        before = core.num_looks
+        assert (core.epoch(), core.num_looks - before) == (0, looks)
+    write(2)(core)
+    weights._wake_up(lambda tags: None, core, (tags,), {})
+    found = core.epoch(), core.changes
+    assert found == ((1, ["wake_up"]) if looks else (0, []))
+
+
+def test_a_reload_after_a_wake_up_is_a_reload():
+    core = Core()
+    weights._wake_up(lambda: None, core, (), {})
+    core.rpc("reload_weights", write(2))
+    assert (core.epoch(), core.changes) == (1, ["reload_weights"])
+
+
 def test_an_rpc_that_fails_half_way_may_have_changed_weights():
     core = Core()
 
@@ -259,6 +411,31 @@ def test_the_label_is_that_of_now():
     assert (found.epoch, found.label) == (1, "step-2")
 
 
+def test_other_weights_under_a_label_are_logged_once(caplog):
+    """Without a label there is nothing to say, nor where a new one comes with them."""
+    core = Core()
+    core._weight_version = "default"
+    core.step()
+    for value, label, num_logged in (
+        (2, "default", 0),
+        (3, "step-3", 0),
+        (4, "step-3", 1),
+        (5, "step-3", 1),
+        (6, "step-6", 1),
+        (3, "step-6", 2),
+    ):
+        core.rpc("receive", write(value))
+        core._weight_version = label
+        core.step()
+        core.step()
+        lines = [one for one in caplog.records if "changed under label" in one.message]
+        assert len(lines) == num_logged, (value, label)
+    core._weight_version = "same weights"
+    core.step()
+    assert "'step-3'" in lines[0].message
+    assert len(lines) == 2
+
+
 @pytest.mark.parametrize("strict", ["0", "always"])
 def test_a_look_that_fails_ends_no_engine(strict, monkeypatch, caplog):
     monkeypatch.setenv("VLLM_NWOR_STRICT", strict)
@@ -280,7 +457,7 @@ def test_a_look_that_fails_ends_no_engine(strict, monkeypatch, caplog):
 
 @pytest.mark.parametrize("key", [0, 1, 2**63, 2**64 - 1])
 def test_a_seed_is_an_int64_and_the_first_epochs_is_the_adapters(key):
-    adapter = ("name", "/path")
+    adapter = Adapter("name", "/path", 1)
     for of_request in (Identity(), Identity(adapter, "salt")):
         identity = of_request._replace(weights=Weights(1, key))
         assert -(2**63) <= identity.seed < 2**63
@@ -288,20 +465,38 @@ def test_a_seed_is_an_int64_and_the_first_epochs_is_the_adapters(key):
         assert (identity.seed - own - key) % 2**64 == 0
 
 
+ACME = Adapter("acme", "/a", 1, "a" * 32)
+
+
 @pytest.mark.parametrize(
-    ("writer", "shift", "kind"),
+    ("writer", "kind"),
     [
-        (Identity(weights=Weights(1, 77)), 0, "stale_weights"),
-        (Identity(weights=Weights(1, 77)), 1, "wrong_prefix"),  # of another text
-        (Identity(("other", "/"), None, Weights(1, 77)), 0, "wrong_prefix"),
-        (Identity(None, "salt", Weights(1, 77)), 0, "wrong_prefix"),
-        (Identity(None, "salt"), 0, "wrong_prefix"),
+        (ACME._replace(digest="b" * 32), "stale_weights"),
+        (ACME._replace(digest="b" * 32, path="/b"), "stale_weights"),
+        (ACME._replace(digest="b" * 32, number=2), "wrong_prefix"),
+        (ACME._replace(digest="b" * 32, name="other"), "wrong_prefix"),
+        (ACME._replace(name="other"), "wrong_prefix"),
+        (None, "wrong_prefix"),
     ],
 )
-def test_other_weights_are_told_from_another_text(writer, shift, kind):
+@pytest.mark.parametrize("epoch", [Weights(), Weights(1, 77)])
+def test_other_content_under_a_number_is_stale(writer, kind, epoch):
+    """Also if the model's weights have changed, too."""
+    found = decoded(Identity(writer, "salt", epoch), Identity(ACME, "salt"))
+    assert found.kind == kind
+
+
+def test_the_same_content_of_another_number_is_the_same_text():
+    again = ACME._replace(number=2, path="/b")
+    assert Identity(again).seed == Identity(ACME).seed
+    found = decoded(Identity(again, None, Weights(1, 77)), Identity(ACME))
+    assert found.weights["written"]["adapter"] == {"name": "acme", "content": "a" * 16}
+
+
+def decoded(writer, reader, shift=0):
+    """The finding of a block of the same text that the other one wrote."""
     requests = Requests(4)
-    reader = Identity(weights=Weights(2, -(2**62) % 2**64))
-    requests.name_weights(Weights(2, reader.weights.key, "step-2"))
+    requests.name_weights(Weights(2, -(2**62) % 2**64, "step-2"))
     ids = [
         requests.add(name, 0, Loads.NONE, identity, None).generation
         for name, identity in (("writer", writer), ("reader", reader))
@@ -310,8 +505,25 @@ def test_other_weights_are_told_from_another_text(writer, shift, kind):
     expected, found = text + reader.seed, text + writer.seed + shift
     number = 1  # wrong_prefix
     row = (9, number, ids[1], 0, 32, -1, 0, ids[0], 5, expected, found)
-    group = SimpleNamespace(shape=SimpleNamespace(group_id=0, block_size=16))
-    finding = decode(row, group, requests)
+    shape = SimpleNamespace(group_id=0, block_size=16)
+    group = SimpleNamespace(shape=shape, lost_at=0)
+    return decode(row, group, requests)
+
+
+@pytest.mark.parametrize(
+    ("writer", "shift", "kind"),
+    [
+        (Identity(weights=Weights(1, 77)), 0, "stale_weights"),
+        (Identity(weights=Weights(1, 77)), 1, "wrong_prefix"),  # of another text
+        (Identity(Adapter("other", "/", 1), None, Weights(1, 77)), 0, "wrong_prefix"),
+        (Identity(None, "salt", Weights(1, 77)), 0, "wrong_prefix"),
+        (Identity(None, "salt"), 0, "wrong_prefix"),
+        (Identity(ACME, None, Weights(1, 77)), 0, "wrong_prefix"),
+    ],
+)
+def test_other_weights_are_told_from_another_text(writer, shift, kind):
+    reader = Identity(weights=Weights(2, -(2**62) % 2**64))
+    finding = decoded(writer, reader, shift)
     assert (finding.kind, finding.owner, finding.writer.request) == (
         kind,
         "reader",
@@ -319,8 +531,8 @@ def test_other_weights_are_told_from_another_text(writer, shift, kind):
     )
     assert finding.weights == (
         {
-            "written": {"epoch": 1, "label": ""},
-            "present": {"epoch": 2, "label": "step-2"},
+            "written": {"epoch": 1, "label": "", "adapter": None},
+            "present": {"epoch": 2, "label": "step-2", "adapter": None},
         }
         if kind == "stale_weights"
         else None

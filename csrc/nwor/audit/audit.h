@@ -139,15 +139,16 @@ static_assert(sizeof(Finding) == 88, "a Finding is a row of findings");
 // Running totals.
 struct FindingsHeader {
   int64_t num_findings;
-  int64_t num_unverified;  // slots taken over from somewhere that is not audited
-  int64_t num_identities;  // slots and block ends compared
-  int64_t num_contents;    // slots with compared bytes
-  int64_t num_returned;    // slots compared with what was stored when a load came
-  int64_t cursor;          // of the batch's blocks, the next one to compare
-  int64_t next_cursor;     // from the end of the step on
-  int64_t num_published;   // findings up to the end of the last step
-  int64_t num_suspects;    // rows of plan that are suspects
-  int64_t unused[2];
+  int64_t num_unverified;    // slots taken over from somewhere that is not audited
+  int64_t num_identities;    // slots and block ends compared
+  int64_t num_contents;      // slots with compared bytes
+  int64_t num_returned;      // slots compared with what was stored when a load came
+  int64_t cursor;            // of the batch's blocks, the next one to compare
+  int64_t next_cursor;       // from the end of the step on
+  int64_t num_published;     // findings up to the end of the last step
+  int64_t num_suspects;      // rows of plan that are suspects
+  uint64_t fingerprint;      // the last one of the weights, as AuditGroup::words
+  int64_t fingerprint_step;  // 0: none was taken
 };
 static_assert(sizeof(FindingsHeader) == sizeof(Finding), "it is a row of findings");
 
@@ -181,6 +182,10 @@ struct AuditGroup {
   int64_t entry_tokens;  // positions that an entry of the block table stands for
   int64_t window;  // positions below it from a request's end may be gone; 0: none are
   int64_t num_parts;
+  // [num_words], device: where words of 8 bytes of the model's parameters are. The host
+  // sets both for the steps that take a fingerprint of them; num_words is 0 in others.
+  const uint64_t* const* words;
+  int64_t num_words;
 
   NWOR_HOST_DEVICE int64_t num_slots() const { return num_blocks * block_size; }
   NWOR_HOST_DEVICE int64_t kept_block(int64_t number) const {
@@ -284,6 +289,14 @@ struct AuditSeatArgs : AuditGroup {
   Seat fresh;  // all but hash and length
   // The first fresh.num_features, which travel with the call.
   Feature fresh_features[kMaxFeatures];
+};
+
+// Moves a seat to another H in front of its first position, after the step's plan.
+struct AuditReseedArgs : AuditGroup {
+  static constexpr const char* kOp = "audit_reseed";
+  int64_t seat;
+  uint64_t delta;      // what is added to each H of its text
+  int64_t num_tokens;  // rows of the plan
 };
 
 // What happens to a block, and the value that comes with it.

@@ -165,6 +165,7 @@ void audit_cpu(const Args& args) {
 }
 template void audit_cpu(const AuditSeatArgs&);
 template void audit_cpu(const AuditPlanArgs&);
+template void audit_cpu(const AuditReseedArgs&);
 template void audit_cpu(const AuditResolveArgs&);
 template void audit_cpu(const AuditBlocksArgs&);
 template void audit_cpu(const AuditSnapshotArgs&);

@@ -286,12 +286,13 @@ void audit_cuda(const Args& args, int device, void* stream) {
   call(gpu, args);
   if (std::is_same_v<Args, AuditSnapshotArgs>) {
     // The audit begins: load the other kernels now, not in the first step.
-    load<SeatRequest, PlanRequests, KeepRequests, CheckRequests, AdoptHit, RecordRows,
-         ScanSlots, BlockEvents, Publish, ReadStates, WrittenStates>(gpu);
+    load<SeatRequest, PlanRequests, Reseed, KeepRequests, CheckRequests, AdoptHit,
+         RecordRows, ScanSlots, BlockEvents, Publish, ReadStates, WrittenStates>(gpu);
   }
 }
 template void audit_cuda(const AuditSeatArgs&, int, void*);
 template void audit_cuda(const AuditPlanArgs&, int, void*);
+template void audit_cuda(const AuditReseedArgs&, int, void*);
 template void audit_cuda(const AuditResolveArgs&, int, void*);
 template void audit_cuda(const AuditBlocksArgs&, int, void*);
 template void audit_cuda(const AuditSnapshotArgs&, int, void*);

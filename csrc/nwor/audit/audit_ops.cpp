@@ -45,6 +45,17 @@ Call call_of(const char* op, const Tensor& tables) {
           group, reinterpret_cast<const AuditPart*>(columns + kGroupColumns)};
 }
 
+void check_seat(const Call& call, int64_t seat) {
+  NWOR_CHECK(seat >= 0 && seat < call.group.num_seats, call.op(), "seat is ", seat,
+             "; must be between 0 and ", call.group.num_seats - 1);
+}
+
+void check_num_tokens(const Call& call, int64_t num_tokens) {
+  NWOR_CHECK(num_tokens >= 0 && num_tokens <= call.group.max_tokens, call.op(),
+             "num_tokens is ", num_tokens, "; must be between 0 and ",
+             call.group.max_tokens, ", the rows of plan");
+}
+
 AuditStep step_of(const Call& call, const Tensor& row_seats,
                   const Tensor& query_start_loc, const Tensor& block_table,
                   int64_t num_reqs, int64_t num_tokens, int64_t step) {
@@ -56,9 +67,7 @@ AuditStep step_of(const Call& call, const Tensor& row_seats,
              call.op(), "num_reqs is ", num_reqs,
              "; row_seats, query_start_loc and block_table have ", row_seats.size(0),
              ", ", query_start_loc.size(0), " and ", block_table.size(0), " rows");
-  NWOR_CHECK(num_tokens >= 0 && num_tokens <= call.group.max_tokens, call.op(),
-             "num_tokens is ", num_tokens, "; must be between 0 and ",
-             call.group.max_tokens, ", the rows of plan");
+  check_num_tokens(call, num_tokens);
   return {call.group,
           seats,
           starts,
@@ -112,8 +121,7 @@ void audit_seat(Tensor tables, Tensor tokens, int64_t seat, int64_t generation,
   const Call call = call_of("audit_seat", tables);
   const auto* const of_hit = call.values<int32_t>("tokens", tokens);
   const int64_t length = tokens.size(0);
-  NWOR_CHECK(seat >= 0 && seat < call.group.num_seats, call.op(), "seat is ", seat,
-             "; must be between 0 and ", call.group.num_seats - 1);
+  check_seat(call, seat);
   const int64_t room = call.group.max_blocks * call.group.block_size;
   NWOR_CHECK(length <= room, call.op(), "tokens has ", length,
              " entries; must have at most ", room, ", the room of a seat");
@@ -148,6 +156,15 @@ void audit_plan(Tensor tables, Tensor row_seats, Tensor query_start_loc,
              call.op(), "num_tokens is ", num_tokens,
              "; tokens, positions and slot_mapping have ", tokens.size(0), ", ",
              positions.size(0), " and ", num_slots, " rows");
+  NWOR_DISPATCH(call, args, audit);
+}
+
+void audit_reseed(Tensor tables, int64_t seat, int64_t delta, int64_t num_tokens) {
+  const Call call = call_of("audit_reseed", tables);
+  check_seat(call, seat);
+  check_num_tokens(call, num_tokens);
+  const AuditReseedArgs args{call.group, seat, static_cast<uint64_t>(delta),
+                             num_tokens};
   NWOR_DISPATCH(call, args, audit);
 }
 

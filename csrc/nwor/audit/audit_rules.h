@@ -89,10 +89,14 @@ NWOR_RULE int32_t text_at(const AuditGroup& group, int64_t seat, int32_t token,
                  token, position);
 }
 
-// What word number `index` of a slot, 8 bytes, adds to its checksum in a layer.
+// What word number `index`, 8 bytes, adds to a sum over words.
+NWOR_RULE uint64_t word_at(uint64_t word, int64_t index) {
+  return mix64(word + static_cast<uint64_t>(index + 1) * 0x9E3779B97F4A7C15ULL);
+}
+
+// The same, to a slot's checksum in a layer.
 NWOR_RULE uint32_t checksum_of(uint64_t word, int64_t index) {
-  return static_cast<uint32_t>(
-      mix64(word + static_cast<uint64_t>(index + 1) * 0x9E3779B97F4A7C15ULL) >> 32);
+  return static_cast<uint32_t>(word_at(word, index) >> 32);
 }
 
 // Adds `by`; returns the value before.
@@ -335,6 +339,36 @@ struct PlanRequests : AuditPlanArgs {
       row.old.content = kContentNone;
     }
     record = written(hash, token, position, step, seat, kSlotPlanned, kContentNone);
+  }
+};
+
+// H is a sum, so that another seed moves each H of a text by as much: of the seat, its
+// block ends, and the rows that this step plans and their records.
+struct Reseed : AuditReseedArgs {
+  template <typename Team>
+  NWOR_RULE void operator()(Team& team) const {
+    for (int64_t b = team.index(); b < max_blocks; b += team.size()) {
+      uint64_t& known = expected_at(seat, b);
+      known += known == 0 ? 0 : delta;
+    }
+    for (int64_t i = team.index(); i < num_tokens; i += team.size()) {
+      if (plan[i].seat == seat) {
+        move_row(plan[i]);
+      }
+    }
+    if (team.index() == 0) {
+      seats[seat].hash += delta;
+      seats[seat].seed += delta;
+    }
+  }
+
+  NWOR_RULE void move_row(PlanRow& row) const {
+    // Another row of this step may have gone to the same slot.
+    if (row.slot >= 0 && records[row.slot].state == kSlotPlanned &&
+        records[row.slot].hash == row.hash) {
+      records[row.slot].hash += delta;
+    }
+    row.hash += delta;
   }
 };
 
@@ -972,8 +1006,8 @@ struct BlockEvents : AuditBlocksArgs {
 
 // --- publish ---------------------------------------------------------------------
 
-// Ends a step, by one team: judges the suspects, and copies the header and the new
-// findings to the host.
+// Ends a step, by one team: judges the suspects, takes a fingerprint of the weights if
+// it is due, and copies the header and the new findings to the host.
 struct Publish : AuditResolveArgs {
   template <typename Team>
   NWOR_RULE void operator()(Team& team) const {
@@ -983,6 +1017,9 @@ struct Publish : AuditResolveArgs {
       }
     }
     team.sync();
+    if (num_words > 0) {
+      take_fingerprint(team);
+    }
     const int64_t num_new =
         least(team.load(&header->num_findings) - header->num_published, capacity);
     constexpr int64_t kWords = sizeof(Finding) / sizeof(int64_t);
@@ -997,6 +1034,20 @@ struct Publish : AuditResolveArgs {
       *findings_to = *header;
       header->num_published = header->num_findings;
       header->cursor = header->next_cursor;
+    }
+  }
+
+  // A write at the same time gives a word of before, of after, or of both.
+  template <typename Team>
+  NWOR_RULE void take_fingerprint(Team& team) const {
+    uint64_t sum = 0;
+    for (int64_t i = team.index(); i < num_words; i += team.size()) {
+      sum += word_at(team.load(words[i]), i);
+    }
+    sum = team.sum(sum).total;
+    if (team.index() == 0) {
+      header->fingerprint = sum;
+      header->fingerprint_step = step;
     }
   }
 
@@ -1032,6 +1083,11 @@ struct Publish : AuditResolveArgs {
 template <typename Device>
 void call(const Device& device, const AuditSeatArgs& args) {
   device.run(SeatRequest{args}, 1);
+}
+
+template <typename Device>
+void call(const Device& device, const AuditReseedArgs& args) {
+  device.run(Reseed{args}, 1);
 }
 
 template <typename Device>

@@ -13,6 +13,7 @@ void audit_seat(Tensor tables, Tensor tokens, int64_t seat, int64_t generation,
 void audit_plan(Tensor tables, Tensor row_seats, Tensor query_start_loc,
                 Tensor block_table, int64_t num_reqs, int64_t num_tokens, int64_t step,
                 Tensor tokens, Tensor positions, Tensor slot_mapping);
+void audit_reseed(Tensor tables, int64_t seat, int64_t delta, int64_t num_tokens);
 void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
                    Tensor block_table, int64_t num_reqs, int64_t num_tokens,
                    int64_t step, OptionalTensor cu_num_logits,
@@ -37,8 +38,9 @@ void audit_states_written(Tensor tables, Tensor row_seats, Tensor query_start_lo
 // By name.
 // clang-format off
 #define NWOR_AUDIT_OPS(op) \
-  op(audit_seat) op(audit_plan) op(audit_resolve) op(audit_blocks) \
-  op(audit_snapshot) op(audit_states_read) op(audit_states_written)
+  op(audit_seat) op(audit_plan) op(audit_reseed) op(audit_resolve) \
+  op(audit_blocks) op(audit_snapshot) \
+  op(audit_states_read) op(audit_states_written)
 // clang-format on
 
 }  // namespace nwor

@@ -9,20 +9,29 @@ neither torch nor vLLM, and touches no device.
 Where to look: `config` for modes and variables, `layout.kv_layout` for one slot's
 bytes, `transaction.draft_manager` for the guarantees of commit, `hooks.ledger` for
 everything that NWOR touches in vLLM, `step` for the moments of one step. Other plugins
-may use `on_commit`.
+may use `on_commit` and `kv_versions`.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .commits import Commit, on_commit
+    from .commits import Commit, KvVersionSpan, kv_versions, on_commit
     from .transaction.draft_manager import DraftCommitManager
 
 __version__ = "0.1.0"
-__all__ = ["Commit", "DraftCommitManager", "__version__", "on_commit"]
+__all__ = [
+    "Commit",
+    "DraftCommitManager",
+    "KvVersionSpan",
+    "__version__",
+    "kv_versions",
+    "on_commit",
+]
 
 _LAZY = {
     "Commit": "commits",
+    "KvVersionSpan": "commits",
+    "kv_versions": "commits",
     "on_commit": "commits",
     "DraftCommitManager": "transaction.draft_manager",
 }

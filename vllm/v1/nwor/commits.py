@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""on_commit: reports in the scheduler's process what each step committed.
+"""on_commit: reports in the scheduler's process what each step committed. kv_versions:
+which weights computed a request's positions.
 
 For code that publishes or accounts for KV-cache content. The numbers are the
 scheduler's; nothing waits for a device or copies from one. Not reported are steps that
@@ -12,17 +13,42 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from .base.wrap import is_hooked
-from .config import EMIT_METRICS, MODE, Mode, NworConfig, NworConfigError
+from .config import (
+    AUDIT,
+    EMIT_METRICS,
+    MODE,
+    AuditMode,
+    Mode,
+    NworConfig,
+    NworConfigError,
+)
 from .step import Weights
 
 logger = logging.getLogger("vllm.v1.nwor")
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
+
+
+class KvVersionSpan(NamedTuple):
+    """Positions of a request, prompt and output together, that one version of the
+    weights computed.
+
+    version: the label of the weights (vLLM's weight version), "#" and the number of
+        their epoch where they have none, None where it is not known, as for KV that a
+        connector loaded. Neighbouring spans are of different weights, even if a user
+        gave them the same label.
+    start, end: `end` not included.
+    """
+
+    version: str | None
+    start: int
+    end: int
 
 
 class Commit(NamedTuple):
@@ -37,6 +63,8 @@ class Commit(NamedTuple):
         vLLM frees them. Empty for groups that are not slot based.
     weights: number and label of the weights that computed the step, if the KV audit is
         on; without it epoch 0.
+    found: with the audit, on a request's first commit, and on the first after a
+        preemption: the versions of [0, start), which was found and not computed.
     """
 
     request_id: str
@@ -45,6 +73,7 @@ class Commit(NamedTuple):
     num_rejected: int
     block_ids: tuple[tuple[int, ...], ...]
     weights: Weights = Weights()
+    found: tuple[KvVersionSpan, ...] = ()
 
 
 Callback = Callable[[Sequence[Commit]], object]
@@ -71,6 +100,14 @@ class Registration:
                 logger.exception(text, self.callback)
 
 
+class Versions(Protocol):
+    """Follows the requests of one scheduler."""
+
+    def spans(self, request_id: str) -> tuple[KvVersionSpan, ...] | None: ...
+
+
+# Of this process's schedulers.
+sources: weakref.WeakSet[Versions] = weakref.WeakSet()
 # Of this process, in the order of registration.
 registered: list[Registration] = []
 
@@ -100,3 +137,25 @@ def on_commit(callback: Callback) -> Registration:
         )
     registered.append(registration := Registration(callback))
     return registration
+
+
+def kv_versions(request_id: str) -> tuple[KvVersionSpan, ...]:
+    """The versions of all positions that a request of this process's schedulers has
+    computed or found so far, from position 0 on; empty while it is preempted.
+
+    It can be asked from a request's first step until the step after its last one, in
+    the scheduler's thread, as in a callback of on_commit. Reads nothing from a device.
+
+    Raises:
+        NworConfigError: the audit or the metrics are off in this process.
+        KeyError: no such request was scheduled, or it has ended.
+    """
+    config = NworConfig.from_env()
+    if config.audit is AuditMode.OFF:
+        raise NworConfigError(f"kv_versions: {AUDIT} is off; allowed are log and raise")
+    if not config.emit_metrics:
+        raise NworConfigError(f"kv_versions: {EMIT_METRICS} is 0; allowed is 1")
+    for source in tuple(sources):
+        if (found := source.spans(request_id)) is not None:
+            return found
+    raise KeyError(f"kv_versions: no running request is named {request_id!r}")

@@ -65,7 +65,7 @@ FALLBACKS = (
     STEP_FAILED := "step_failed",
 )
 # Optional report fields: new fallbacks by reason; a GroupInfo for each group, once; the
-# audit's steps, unverified slots and findings by class.
+# audit's steps, unverified slots, findings by class and changes of adapters.
 NEWS = ("fallbacks", "info", "audit")
 # Told from wrong_prefix on the host.
 STALE = "stale_weights"
@@ -93,8 +93,9 @@ AUDIT_COUNTERS = {
     "steps": "Steps that the KV audit has looked at; reported once a second.",
     "unverified": "Slots that a request took over and that cannot be audited.",
 }
-# What changed weights: a method of vLLM, or an RPC of another name. Of several, which
-# may be called by one another, the first one here is named.
+# What changed weights: a method of vLLM, an RPC of another name, or a write that
+# nothing announced. Of several, which may be called by one another, the first one here
+# is named.
 WEIGHT_ROUTES = (
     "update_weights",
     "reload_weights",
@@ -102,10 +103,24 @@ WEIGHT_ROUTES = (
     "load_weights",
     "start_weight_update",
     "finish_weight_update",
-    "rpc",
+    WAKE_UP := "wake_up",
+    OTHER_RPC := "rpc",
+    UNANNOUNCED := "unannounced",
 )
+# A LoRA adapter was loaded with another content; comes with the audit's counts.
+ADAPTER_ROUTE = "lora"
 WEIGHT_CHANGES = "weight_changes"
 WEIGHT_CHANGES_HELP = "Changes of the target model's weights, by the call that did it."
+# The report's increments of these, by name.
+VERSIONS = "versions"
+VERSION_COUNTERS = {
+    (
+        STALE_TOKENS := "stale_tokens"
+    ): "Prompt tokens whose KV was found in the cache and is of other weights.",
+    (
+        MIXED_REQUESTS := "mixed_requests"
+    ): "Requests that ended and whose KV is of more than one version of the weights.",
+}
 FALLBACKS_HELP = "Steps that did not run as nwor_info says, by reason."
 INFO_HELP = "1 for each KV-cache group: the mode asked for and the one in use."
 ENGINE_LABELS = ("model_name", "engine")
@@ -162,8 +177,8 @@ class NworStats:
     """One scheduler's counts.
 
     report: the increments not yet sent to the front end, as plain data: "counts" in the
-        order of SERIES and, by name, the optional fields of a payload (NEWS) and
-        WEIGHT_CHANGES by route.
+        order of SERIES and, by name, the optional fields of a payload (NEWS),
+        WEIGHT_CHANGES by route, and VERSIONS.
     """
 
     def __init__(self, num_sampled: int = 1, trims_drafts: bool = False) -> None:
@@ -181,11 +196,14 @@ class NworStats:
         self._add([*_NOTHING[1:], num])
         log_once(f"breach of the {kind} identity", found)
 
-    def weights_changed(self, route: str) -> None:
-        """Counts it. route: one of WEIGHT_ROUTES."""
-        self._add([*_NOTHING])
-        changes = Counter(self.report.get(WEIGHT_CHANGES, {})) + Counter([route])
-        self.report[WEIGHT_CHANGES] = dict(changes)
+    def count(self, field: str, counts: Mapping[str, int]) -> None:
+        """Adds to WEIGHT_CHANGES or VERSIONS of the report."""
+        if any(counts.values()):
+            self._add([*_NOTHING])
+            self._count(field, counts)
+
+    def _count(self, field: str, counts: Mapping[str, int]) -> None:
+        self.report[field] = dict(Counter(self.report.get(field)) + Counter(counts))
 
     def add_step(self, payload: Any, counted: Any, scheduled: Scheduled) -> None:
         """Adds one processed output. Raises TypeError or ValueError if the payload is
@@ -226,7 +244,7 @@ class NworStats:
             if new and name == "info":
                 self.report[name] = new
             elif new:
-                self.report[name] = dict(Counter(self.report.get(name)) + Counter(new))
+                self._count(name, new)
 
     def _add(self, counts: list[int]) -> None:
         if self.report:
@@ -397,10 +415,19 @@ class AuditPrometheus:
             engine: {route: changes.labels(*values, route) for route in WEIGHT_ROUTES}
             for engine, values in label_values.items()
         }
+        versions = {
+            name: create(counter_cls, name, text)
+            for name, text in VERSION_COUNTERS.items()
+        }
+        self._versions = {
+            engine: {name: found.labels(*values) for name, found in versions.items()}
+            for engine, values in label_values.items()
+        }
         # Engine index -> counters by the names of a payload.
         self._counters = {
             engine: {name: found.labels(*values) for name, found in others.items()}
             | {kind: findings.labels(*values, kind) for kind in FINDINGS}
+            | {ADAPTER_ROUTE: changes.labels(*values, ADAPTER_ROUTE)}
             for engine, values in label_values.items()
         }
 
@@ -409,3 +436,5 @@ class AuditPrometheus:
             self._counters[engine][name].inc(count)
         for route, count in report.get(WEIGHT_CHANGES, {}).items():
             self._changes[engine][route].inc(count)
+        for name, count in report.get(VERSIONS, {}).items():
+            self._versions[engine][name].inc(count)

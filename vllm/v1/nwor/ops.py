@@ -58,8 +58,8 @@ NAMES = (
 # A step calls their methods.
 CLASSES = ("LoggedLayers", "StagedLayers")
 AUDIT_NAMES = (
-    *("audit_seat", "audit_plan", "audit_resolve"),
-    *("audit_blocks", "audit_snapshot"),
+    *("audit_seat", "audit_plan", "audit_reseed"),
+    *("audit_resolve", "audit_blocks", "audit_snapshot"),
     *("audit_states_read", "audit_states_written"),
 )
 # Attribute of torch's namespace object: the library that registered its ops. Another

@@ -39,8 +39,10 @@ HOOKS = {
 # Additional hooks of the KV audit; `.hooks.scheduler` then also wraps `schedule`.
 AUDIT_HOOKS = {
     "vllm.v1.engine.core": ".hooks.weights",
+    "vllm.lora.model_manager": ".hooks.adapters",
     "vllm.v1.worker.gpu_worker": ".hooks.worker",
     "vllm.v1.worker.gpu.model_states.mamba_hybrid": ".hooks.states",
+    "vllm.device_allocator.cumem": ".hooks.worker",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": (
         ".hooks.connectors"
     ),

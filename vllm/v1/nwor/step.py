@@ -154,13 +154,42 @@ class NumRejected(Struct, frozen=True, gc=False):
 Acceptance = SampledIds | NumRejected
 
 
+class Adapter(NamedTuple):
+    """The LoRA adapter of a request, as vLLM knows it. number: vLLM's id.
+
+    digest: of its content, empty where that is not known.
+    """
+
+    name: str
+    path: str
+    number: int
+    digest: str = ""
+
+    @property
+    def content(self) -> str:
+        """What its tensors are, or where they came from."""
+        return self.digest or self.path
+
+
+class LoadedAdapters:
+    """The LoRA adapters that a worker has loaded.
+
+    digests: of each one's content, as loaded last, by its number. news: numbers of
+    those that were loaded since somebody cleared it.
+    """
+
+    def __init__(self) -> None:
+        self.digests: dict[int, str] = {}
+        self.news: set[int] = set()
+
+
 class NewRequest(NamedTuple):
     """A request that a runner sees for the first time.
 
     block_ids: for each KV-cache group. num_computed: tokens that need no computation.
     num_local: those of them that were found in the local cache, None if that is not
     known. A KV connector loads the others; is_loaded: it has already done so.
-    adapter: (name, path) of its LoRA adapter. cache_salt: None or its salt.
+    adapter: its LoRA adapter, without a digest. cache_salt: None or its salt.
     features: (first position, end, identifier) of each image and the like; None if the
     scheduler could not say what its keys and values depend on.
     has_embeddings: whether prompt embeddings stand for tokens.
@@ -171,7 +200,7 @@ class NewRequest(NamedTuple):
     num_computed: int
     num_local: int | None
     is_loaded: bool
-    adapter: tuple[str, str] | None
+    adapter: Adapter | None
     cache_salt: str | None
     features: Sequence[tuple[int, int, str | None]] | None
     has_embeddings: bool
@@ -229,6 +258,21 @@ class Scheduled(Protocol):
     def weights(self) -> Weights: ...
 
 
+class WeightWords(Protocol):
+    """A sample of the target model's parameters.
+
+    num_looks: how often their content was looked at.
+    """
+
+    num_looks: int
+
+    def addresses(self, device: torch.device) -> list[int]:
+        """Of its words of 8 bytes on `device`, as of now."""
+
+    def have_moved(self) -> bool:
+        """Whether a parameter is not where the last `addresses` found it."""
+
+
 class Transfer(NamedTuple):
     """Blocks that a KV connector is about to read, or to fill (fills).
 
@@ -252,8 +296,9 @@ class Observer:
     None. The module's docstring describes the moments.
 
     name: "transaction" or "audit". every_step: whether a Step is built for steps
-    without drafts, too. needs_weights: whether changes of the weights are followed
-    (Scheduled.weights). infos: rows of vllm:nwor_info (metrics.GroupInfo).
+    without drafts, too. weights_watched: the hooks follow changes of the weights
+    (Scheduled.weights) if it is not None, and call it once, before the first step.
+    infos: rows of vllm:nwor_info (metrics.GroupInfo).
     storage: device memory that was reserved for it and that it uses, or None.
     leave: set by the hooks: ends this observer. Any thread may call it, more than once.
 
@@ -265,7 +310,7 @@ class Observer:
 
     name: str
     every_step: bool = False
-    needs_weights: bool = False
+    weights_watched: Callable[[WeightWords], None] | None = None
     infos: Sequence[tuple[object, ...]] = ()
     storage: torch.Tensor | None = None
     leave: Callable[[], None] = lambda: None

@@ -21,7 +21,7 @@ from ..layout.caches import (
 from ..layout.tables import DeviceMemory, LayerCache
 from .observer import NAME, RunnerAudit
 from .state import Audit
-from .states import States, StatesRefused
+from .states import States
 from .tables import AuditedGroup, GroupShape, num_bytes
 
 __all__ = ["NAME", "build", "is_wanted", "refused", "reserved_bytes"]
@@ -154,7 +154,7 @@ def _build(
         if followed:
             of = sizes[0], caches.num_blocks, limits.num_drafts, memory
             states = States(followed, *of)
-        return Audit(groups, *about, limits.is_async, states)
+        return Audit(groups, *about, limits.is_async, caches.adapters, states)
 
     try:
         audit = audit_in(DeviceMemory(limits.device, storage))

@@ -27,7 +27,8 @@ import torch
 from ..config import StaleMode
 from ..metrics import FINDINGS, STALE
 from ..ops import shared
-from .requests import Requests
+from .fingerprints import Fingerprints
+from .requests import Identity, Requests
 from .tables import MAX_KEPT, AuditedGroup
 
 logger = logging.getLogger("vllm.v1.nwor")
@@ -43,6 +44,10 @@ shared("FINDING_CLASSES", [kind for kind in CLASSES if kind != STALE])
 NUM_SLOTS = 4
 # Lines logged a step.
 MAX_LINES = 16
+# Found in place of a text.
+LOST = "nothing: its content was lost in a sleep"
+# Of an adapter's digest, in a finding.
+CONTENT_DIGITS = 16
 # How often the counts are logged, and the file is written, while there are steps.
 LINE_SECONDS = 60.0
 
@@ -70,9 +75,11 @@ class Finding:
     request that the slot belongs to (foreign_write: the owner of the block). step: of
     the worker, when it was found. expected, found: identities of a text up to the slot,
     checksums of a layer's bytes, slots (foreign_write), or a slot's states (handed_on
-    without a layer: SlotState of csrc/nwor/audit/audit.h). weights: only of
+    without a layer: SlotState of csrc/nwor/audit/audit.h). found is LOST where a sleep
+    dropped what the writer had written. weights: only of
     stale_weights: number ("epoch") and label of those that wrote the block ("written")
-    and of those that the request is computed with ("present").
+    and of those that the request is computed with ("present"), each with the LoRA
+    adapter: its name and its content, a digest, or None.
     """
 
     kind: str
@@ -116,6 +123,7 @@ def decode(
     if kind == "wrong_prefix":
         weights = _other_weights(requests, owner, writer, expected, found)
         kind = STALE if weights else kind
+    is_lost = kind == "wrong_prefix" and not found and 0 < writer_step <= group.lost_at
     name_of = requests.name_of
     return Finding(
         kind,
@@ -129,7 +137,7 @@ def decode(
         Writer(name_of(writer), writer, writer_step),
         step,
         text(expected),
-        text(found),
+        LOST if is_lost and step > group.lost_at else text(found),
         weights,
     )
 
@@ -164,17 +172,23 @@ def _other_weights(
     """Finding.weights, if nothing but the weights differs. An identity is a sum that
     begins with the seed: two of the same text differ by their seeds."""
     reader, author = requests.identity_of(owner), requests.identity_of(writer)
-    if reader is None or author is None or reader.weights.key == author.weights.key:
+    if reader is None or author is None or reader.seed == author.seed:
         return None
     if (found - expected - author.seed + reader.seed) % (1 << 64):
         return None
-    if author._replace(weights=reader.weights) != reader:
+    if not author.is_same_text(reader):
         return None
-    epochs = {"written": author.weights.epoch, "present": reader.weights.epoch}
-    return {
-        when: {"epoch": epoch, "label": requests.label_of(epoch)}
-        for when, epoch in epochs.items()
-    }
+
+    def about(identity: Identity) -> dict[str, Any]:
+        epoch, adapter = identity.weights.epoch, identity.adapter
+        return {
+            "epoch": epoch,
+            "label": requests.label_of(epoch),
+            "adapter": adapter
+            and {"name": adapter.name, "content": adapter.digest[:CONTENT_DIGITS]},
+        }
+
+    return {"written": about(author), "present": about(reader)}
 
 
 @dataclass
@@ -199,9 +213,11 @@ class Outbox:
         self,
         groups: Sequence[AuditedGroup],
         requests: Requests,
+        fingerprints: Fingerprints,
         states: Sequence[tuple[str, str, int]] = (),
     ) -> None:
-        self._groups, self._requests, self._states = groups, requests, states
+        self._groups, self._requests = groups, requests
+        self._fingerprints, self._states = fingerprints, states
         table = groups[0].findings
         size, is_pinned = (NUM_SLOTS, len(groups), *table.shape), table.is_cuda
         tables = torch.zeros(size, dtype=table.dtype, pin_memory=is_pinned)
@@ -247,6 +263,9 @@ class Outbox:
                 return False
             arrival.synchronize()
         self._on_their_way.popleft()
+        *_, fingerprint, step = tables[0][0].tolist()
+        if step > self._fingerprints.seen:
+            self._fingerprints.arrived(fingerprint, step)
         found = self._found
         found.num_steps += 1
         groups = zip(self._groups, self._totals, tables, strict=True)

@@ -23,6 +23,7 @@ import torch
 from ..base.payload import MAX_IN_FLIGHT, News, StepPayload
 from ..config import AuditMode, NworConfig
 from ..layout.caches import Loads, RunnerCaches
+from ..metrics import ADAPTER_ROUTE
 from ..step import Acceptance, Observer, OutputRead, Scheduled, Step, Transfer
 from .findings import AuditError, Finding, Findings
 from .state import Audit
@@ -74,7 +75,7 @@ class RunnerAudit(Observer):
         super().__init__(
             NAME,
             every_step=True,
-            needs_weights=True,
+            weights_watched=audit.fingerprints.watch,
             storage=storage,
             step_started=self._step_started,
             tables_final=self._tables_final,
@@ -139,7 +140,7 @@ class RunnerAudit(Observer):
 
     @guarded
     def _caches_lost(self) -> None:
-        self.audit.forget_cache()
+        self.audit.lose_cache()
 
     @guarded
     def _output_ready(self) -> OutputRead:
@@ -167,12 +168,15 @@ class RunnerAudit(Observer):
         found = self._take(through)
         if found and self._raises:
             raise AuditError(f"{len(found)} findings, the first: {found[0].line()}")
-        now = time.monotonic()
-        is_due = found or now >= self._reported_at + REPORT_SECONDS
-        if payload is None or not is_due:
+        if payload is None:
+            return None
+        now, changed = time.monotonic(), self.audit.fingerprints.take()
+        if not (found or changed or now >= self._reported_at + REPORT_SECONDS):
             return None
         self._reported_at = now
-        return payload.with_audit(self._news.offer(self.findings.totals()))
+        changes = {ADAPTER_ROUTE: self.audit.requests.num_adapter_changes}
+        totals = self.findings.totals() | changes
+        return payload.with_audit(self._news.offer(totals), changed)
 
     def _take(self, through: int, until: int | None = None) -> Sequence[Finding]:
         """As Outbox.take; also counts, logs and writes the findings to the file."""

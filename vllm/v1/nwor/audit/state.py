@@ -5,12 +5,14 @@ A step, in this order; each line is one op for each KV-cache group:
 
     begin_step    assigns new blocks to requests, forgets finished requests
     plan          records the planned writes of all requests; foreign_write
-    (vLLM's forward, rejection sampling, NWOR's commit)
+    (vLLM loads adapters; its forward, rejection sampling, NWOR's commit)
+    reseed        of each new request whose adapter came with another content
     resolve       records the kept rows; wrong_prefix at each row and at the end of each
                   block; checksums of written rows: missing_write, changed (rejected);
                   each slot of the cached prefix of requests that are new in the batch;
-                  checksums of older blocks, within the budget: changed; copies findings
-                  to the host, which does not wait for them
+                  checksums of older blocks, within the budget: changed; in some steps
+                  a fingerprint of the weights; copies findings to the host, which does
+                  not wait for them
 
 Identities are recorded for all rows before anything is compared: a request may hit a
 prefix that another one writes in the same step.
@@ -27,10 +29,11 @@ import torch
 from .. import ops
 from ..layout.caches import Loads
 from ..layout.tables import DeviceMemory
-from ..step import Acceptance, Scheduled, Step, Transfer
+from ..step import Acceptance, LoadedAdapters, Scheduled, Step, Transfer
 from .findings import Outbox
-from .states import States
+from .fingerprints import Fingerprints
 from .requests import NO_FEATURES, Identity, Request, Requests, features_of
+from .states import States
 from .tables import FILLED, GIVEN, STORED, AuditedGroup
 
 # The owner of a block that goes to another KV-cache group.
@@ -62,21 +65,24 @@ class Audit:
         memory: DeviceMemory,
         loads: Loads = Loads.NONE,
         is_async: bool = False,
+        adapters: LoadedAdapters | None = None,
         states: States | None = None,
     ) -> None:
         """budget_bytes: of the caches, compared in a step; 0 compares none.
         block_sizes: tokens a block of each KV-cache group, audited or not. is_async:
-        the host does not know a running request's text."""
+        the host does not know a running request's text. adapters: of the worker."""
         self.groups = tuple(groups)
         self.loads = loads
         self.device = memory.device
         self._ops = ops.load_builtins(self.device)
-        self.requests = Requests(num_seats)
+        self.requests = Requests(num_seats, adapters)
         self.states = states
         # Of the open step: its metadata, and what keeps the addresses there alive.
         self._states_read: tuple[torch.Tensor, Any] | None = None
         layers = states.layers if states else ()
-        self.outbox = Outbox(self.groups, self.requests, layers)
+        self.fingerprints = Fingerprints(self.groups[0].records.device)
+        about = self.groups, self.requests, self.fingerprints, layers
+        self.outbox = Outbox(*about)
         self.step = 0
         self._is_async = is_async
         self._block_sizes = tuple(block_sizes)
@@ -133,7 +139,7 @@ class Audit:
             return
         self._has_drafts = scheduled.has_drafts()
         self.requests.forget(*scheduled.finished())
-        self.requests.release_seats(*scheduled.preempted())
+        self.requests.preempt(*scheduled.preempted())
         zeroed, copied = scheduled.zeroed_blocks(), scheduled.copied_blocks()
         for group in self.groups:
             self._blocks(group, GIVEN, dict.fromkeys(zeroed, NOBODY).items())
@@ -151,7 +157,7 @@ class Audit:
             request = self.requests[name]
             if is_resumed:
                 assert blocks is not None
-                # It is computed again: by the weights of now.
+                # It is computed again: by the weights and the adapter of now.
                 identity = request.identity._replace(weights=weights)
                 about = num_computed, None, False, identity, request.features
                 self._add(owners, name, blocks, *about)
@@ -231,10 +237,15 @@ class Audit:
             self._ops.audit_snapshot(group.tables, again)
 
     def forget_cache(self) -> None:
-        """Call when the cache's content is gone, as after a wake-up: the content of its
-        slots is then unknown, and may even be the old one."""
+        """Restarts with a cache that nobody has written."""
         for group in self.groups:
             group.forget_cache()
+
+    def lose_cache(self) -> None:
+        """Call when the cache's content is gone, as after a wake-up: what its slots
+        hold is then nobody's text."""
+        for group in self.groups:
+            group.lose_cache(self.step)
 
     def on_transfer(self, transfer: Transfer) -> None:
         """A KV connector is about to read blocks (handed_on), or to fill them. The
@@ -276,6 +287,7 @@ class Audit:
             self._had_drafts = True
             if self.loads is not Loads.UNKNOWN:  # then a load may have filled blocks
                 self.snapshot(again=True)
+        self._identify(0)
         # Requests change their rows, and keep their index in the runner's states.
         is_moved = step.state_indices is None and self._row_ids != step.request_ids
         if self.requests.is_changed or is_moved:
@@ -297,6 +309,16 @@ class Audit:
         rows = self._rows(self.groups[0], step)
         self._ops.audit_states_read(*rows, self.states.tables, metadata)
         self._states_read = metadata, kept
+
+    def _identify(self, num_tokens: int) -> None:
+        """Before something is compared: the identity of new requests is that of their
+        adapter's content. num_tokens: of the plan."""
+        if not self.requests.awaits_adapters:
+            return
+        for request, delta in self.requests.identify():
+            for group in self.groups if request.seat is not None else ():
+                about = request.seat, delta, num_tokens
+                self._ops.audit_reseed(group.tables, *about)
 
     def _rows(self, group: AuditedGroup, step: Step) -> tuple[Any, ...]:
         return (
@@ -359,6 +381,8 @@ class Audit:
         step: of plan. acceptance: None without drafts.
         """
         self._open = None
+        self._identify(step.num_tokens)
+        self.requests.settle()
         fresh, self._fresh = self._fresh, {}
         cu_num_logits: torch.Tensor | None = None
         kept: tuple[Any, ...] = (None, 0, None)
@@ -379,11 +403,15 @@ class Audit:
         of_hits = [(row, text.data_ptr(), len(text)) for row, text in texts]
         hits = torch.tensor(of_hits) if of_hits else None
         budgets = self._num_scanned, HIT_BUDGETS * self._num_scanned
+        if (words := self.fingerprints.due(self.step)) is not None:
+            self.groups[0].set_words(words)
         for group, findings_to in zip(self.groups, self.outbox.claim(), strict=True):
             rows = self._rows(group, step)
             of_drafts = step.undone(group.shape.group_id)
             how = cu_num_logits, *kept, *of_drafts, hits, *budgets
             self._ops.audit_resolve(*rows, *how, findings_to)
+        if words is not None:
+            self.groups[0].set_words(None)
         self.outbox.sent()
 
     def totals(self) -> Mapping[str, int]:

@@ -88,7 +88,8 @@ class AuditedGroup:
     tables: what all ops take: the addresses and sizes of the others, on the host.
     parts: the layers by their packing, none if bytes are not compared. names: of the
     layers, by their columns in `contents`. numbers: of the stores, by the place of a KV
-    connector that holds them.
+    connector that holds them. lost_at: the last step before the cache's content was
+    lost; 0: it was not.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class AuditedGroup:
     ) -> None:
         self.shape = shape
         self.numbers: dict[int, int] = {}
+        self.lost_at = 0
         self._stores = itertools.count(1)
         self.layers = tuple(layers)
         self.parts = copy_tables(layers, memory) if compares_bytes else ()
@@ -128,12 +130,20 @@ class AuditedGroup:
             *(len(self.names), num_seats, shape.max_blocks, max_tokens),
             *(MAX_KEPT, shape.num_blocks, shape.num_stored, shape.block_size),
             *(shape.entry_tokens, shape.window, len(self.parts)),
+            *(0, 0),  # set_words
         ]
+        self._words = slice(len(columns) - 2, len(columns))
         for part in self.parts:
             runs = part.runs
             of_runs = (0, 0, 0) if runs is None else (runs.data_ptr(), *runs.shape[:2])
             columns += [part.table.data_ptr(), len(part.names), *of_runs]
         return torch.tensor(columns, dtype=torch.int64)
+
+    def set_words(self, words: torch.Tensor | None) -> None:
+        """What the next ops take a fingerprint of: addresses, [n] int64 on the device;
+        None: of nothing."""
+        columns = (0, 0) if words is None else (words.data_ptr(), len(words))
+        self.tables[self._words] = torch.tensor(columns)
 
     @property
     def num_bytes(self) -> int:
@@ -161,7 +171,16 @@ class AuditedGroup:
         """The numbers of the last stores to `places`; 0 if not known."""
         return [self.numbers.get(place, 0) for place in places]
 
+    def _of_slots(self) -> torch.Tensor:
+        """The records of the cache's slots."""
+        return self.records[: self.shape.num_blocks * self.shape.block_size]
+
     def forget_cache(self) -> None:
         """Forgets the content of the cache's slots, but not the owners of blocks, nor
         the copies of stored blocks."""
-        self.records[: self.shape.num_blocks * self.shape.block_size].zero_()
+        self._of_slots().zero_()
+
+    def lose_cache(self, step: int) -> None:
+        """The same, but not who wrote it last. step: the last one."""
+        self.lost_at = step
+        self._of_slots()[:, ::3].zero_()  # hash; state and content

@@ -78,13 +78,16 @@ class StepPayload:
         memory is reused after the step's output was processed.
     news: empty, or functions that return the new fallbacks by reason, the infos and, if
         the audit is on, its counts.
+    weights_changed: between which of the worker's steps they were, unannounced; the
+        hooks send it apart, because the counts may not be read.
     """
 
-    __slots__ = ("news", "slots")
+    __slots__ = ("news", "slots", "weights_changed")
 
     def __init__(self, slots: Sequence[memoryview], *news: Callable[[], Any]) -> None:
         self.slots = slots
         self.news = news
+        self.weights_changed: tuple[int, int] | None = None
 
     def read(self) -> tuple[Any, ...]:
         before, after = self.slots
@@ -99,9 +102,15 @@ class StepPayload:
         counts[_INVALID_SLOTS] += fallbacks.get(BEGIN_MISSED, 0)
         return tuple(counts), fallbacks, *others
 
-    def with_audit(self, counts: Callable[[], dict[str, int]]) -> StepPayload:
+    def with_audit(
+        self,
+        counts: Callable[[], dict[str, int]],
+        weights_changed: tuple[int, int] | None = None,
+    ) -> StepPayload:
         """counts: as News.offer returns it."""
-        return StepPayload(self.slots, *(self.news or (dict, list)), counts)
+        found = StepPayload(self.slots, *(self.news or (dict, list)), counts)
+        found.weights_changed = weights_changed
+        return found
 
     def __reduce__(self) -> tuple[Any, ...]:
         return tuple, (self.read(),)

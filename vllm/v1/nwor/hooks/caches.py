@@ -21,7 +21,7 @@ from ..layout.caches import (
     RunnerLimits,
 )
 from ..layout.tables import LayerCache
-from . import connectors, states
+from . import adapters, connectors, states
 from .engine_core import config_refusal, connectors_in_forward, parallel_refusal
 from .layers import draft_layer_names, entry_tokens, sleeps, target_layers
 from .staging import staged_group
@@ -123,6 +123,7 @@ def bound(runner: Any) -> RunnerCaches:
         read_states=states.StateMetadata(
             [group.states[0].name for group in of_states if group.states]
         ).read,
+        adapters=adapters.watch(runner),
     )
 
 

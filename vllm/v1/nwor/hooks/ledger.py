@@ -23,6 +23,8 @@ ENGINE_CORE = "vllm.v1.engine.core"
 CORE_CLIENT = "vllm.v1.engine.core_client"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 LOGGERS = "vllm.v1.metrics.loggers"
+ALLOCATOR = "vllm.device_allocator.cumem"
+LORA = "vllm.lora.model_manager"
 OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
 
 
@@ -268,6 +270,14 @@ COLLECTIVE_RPC = HookTarget(
     WEIGHTS_CHANGED,
     for_audit=True,
 )
+CORE_WAKE_UP = HookTarget(
+    ENGINE_CORE,
+    "EngineCore.wake_up",
+    ("self", "tags"),
+    "weights after a sleep are any bytes until they are loaded again",
+    WEIGHTS_CHANGED,
+    for_audit=True,
+)
 LOAD_WEIGHTS = HookTarget(
     "vllm.model_executor.models.llama",
     "LlamaForCausalLM.load_weights",
@@ -277,6 +287,15 @@ LOAD_WEIGHTS = HookTarget(
     WEIGHTS_CHANGED,
     for_audit=True,
     on_object=True,
+)
+ADD_ADAPTER = HookTarget(
+    LORA,
+    "LoRAModelManager._add_adapter",
+    ("self", "lora"),
+    "every LoRA adapter comes through it, wherever it was read from, with its tensors "
+    "not packed yet: a digest of its content is taken",
+    WEIGHTS_CHANGED,
+    for_audit=True,
 )
 SCHEDULE = HookTarget(
     SCHEDULER,
@@ -308,6 +327,14 @@ WAKE_UP = HookTarget(
     "Worker.wake_up",
     ("self", "tags"),
     "the content of the KV caches is lost",
+    CONTENT_LOST,
+    for_audit=True,
+)
+ALLOCATOR_WAKE_UP = HookTarget(
+    ALLOCATOR,
+    "CuMemAllocator.wake_up",
+    ("self", "tags"),
+    "the content of the KV caches is lost, also where a framework calls it",
     CONTENT_LOST,
     for_audit=True,
 )
@@ -400,10 +427,32 @@ CHANGES = (
     *(
         Change(place, "nwor_weights", why, WEIGHTS_CHANGED, True)
         for place, why in (
+            ("vllm.v1.outputs.ModelRunnerOutput", "steps of an unannounced change"),
             (f"{ENGINE_CORE}.EngineCore", "the epochs of the weights"),
             (f"{V1_RUNNER}.GPUModelRunner", "digests of the weights"),
             (f"{V2_RUNNER}.GPUModelRunner", "the same on V2"),
         )
+    ),
+    Change(
+        f"{LORA}.LoRAModelManager",
+        "nwor_adapters",
+        "digests of the adapters that it has loaded",
+        WEIGHTS_CHANGED,
+        True,
+    ),
+    Change(
+        f"{SCHEDULER}.Scheduler",
+        "nwor_versions",
+        "which weights computed each block, and each position of its requests",
+        WEIGHTS_CHANGED,
+        True,
+    ),
+    Change(
+        "vllm.outputs.RequestOutput",
+        "nwor_kv_versions in its kv_transfer_params",
+        "the versions of a request that asks for them, if no KV connector uses these",
+        WEIGHTS_CHANGED,
+        True,
     ),
     Change(
         "vllm.v1.request.Request",

@@ -80,6 +80,8 @@ def _read(
             payload = getattr(output, "nwor_stats", NOTHING) if has_requests else None
             if (changed := reader(payload)) is not None:
                 _set(output, "nwor_stats", changed, hooks_failed)
+                if steps := changed.weights_changed:
+                    _set(output, "nwor_weights", steps, hooks_failed)
 
 
 def _set(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -55,6 +56,9 @@ class Builder(Protocol):
 
 # Of this process, from the outermost observer to the innermost (step.py).
 _builders: list[Builder] = []
+
+# Model runners of this process whose caches are bound.
+bound_runners: WeakSet[Any] = WeakSet()
 
 # Moments that are called from the outermost observer to the innermost, and from the
 # innermost to the outermost.
@@ -254,6 +258,7 @@ def initialize_kv_cache(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -
     result = wrapped(*args, **kwargs)
     if not kwargs.get("is_profiling", args[1] if len(args) > 1 else False):
         runner.nwor_state = _observed(runner, NworConfig.from_env())
+        bound_runners.add(runner)
     return result
 
 
@@ -275,8 +280,9 @@ def _observed(runner: Any, config: NworConfig) -> RunnerState:
             if observer is not None:
                 observers.append(observer)
     state = RunnerState(observers)
-    if any(observer.needs_weights for observer in observers):
-        weights.watch(runner)
+    for observer in observers:
+        if observer.weights_watched and (words := weights.watch(runner)) is not None:
+            observer.weights_watched(words)
     if state.blocks_transferred:
         connectors.watch(runner)
     states.watch(runner, state)

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ..step import NewRequest, RunningRequest, Weights
+from ..step import Adapter, NewRequest, RunningRequest, Weights
 
 
 class ScheduledStep(Struct, gc=False):
@@ -73,7 +73,7 @@ def _new_request(new: Any, known: Any) -> NewRequest:
         new.num_computed_tokens,
         num_local,
         is_loaded,
-        None if lora is None else (lora.lora_name, lora.lora_path),
+        lora and Adapter(lora.lora_name, lora.lora_path, lora.lora_int_id),
         salt,
         features,
         new.prompt_embeds is not None,

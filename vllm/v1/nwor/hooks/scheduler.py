@@ -7,7 +7,7 @@ Counter data flow: worker -> scheduler -> front end -> Prometheus.
     worker     outputs.py attaches a payload to the step's own ModelRunnerOutput
     scheduler  update_from_output: the payload and the scheduler's counters are compared
                (metrics.NworStats); the increments leave in a field that NWOR adds to
-               SchedulerStats; on_commit is called
+               SchedulerStats; on_commit is called, and last outputs get versions
     front end  front_end.py adds them to Prometheus counters
 
 Each may be another process; with several API servers a report goes to one of them. A
@@ -17,7 +17,8 @@ fields of a dataclass by name, and a decoder skips unknown ones.
 The workers get this, only for the audit (`schedule`): a request's `cache_salt`, which
 separates its blocks from those of the same text with another salt; how much of its
 prefix comes from the local cache and not from a KV connector; and whether the connector
-has reported the load as done.
+has reported the load as done. A worker's output may say that weights were changed: that
+reaches the engine core's epochs (`weights`) with metrics off, too.
 
 A failure here loses counts, never tokens: it is logged once, and counted as a breach
 (VLLM_NWOR_STRICT=always raises instead).
@@ -25,6 +26,7 @@ A failure here loses counts, never tokens: it is logged once, and counted as a b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
@@ -35,10 +37,11 @@ from ..base.errors import report_failure
 from ..base.wrap import Wrapped, extend, install_all
 from ..commits import Commit
 from ..config import AuditMode, NworConfig
-from ..metrics import Counted, NworStats
+from ..metrics import VERSIONS, WEIGHT_CHANGES, Counted, NworStats
 from ..step import Weights
 from . import weights
 from .engine_core import block_sizes
+from .kv_versions import KvVersions
 from .ledger import SCHEDULE, UPDATE_FROM_OUTPUT
 
 STATS = "vllm.v1.metrics.stats"
@@ -52,10 +55,12 @@ def install(module: ModuleType) -> None:
     HostMismatch if it is not as expected; nothing was wrapped then."""
     config = NworConfig.from_env()
     wrappers = {}
+    is_audited = config.audit is not AuditMode.OFF
     if config.emit_metrics:
         add_report_field()
+    if config.emit_metrics or is_audited:
         wrappers[UPDATE_FROM_OUTPUT] = _update_from_output
-    if config.audit is not AuditMode.OFF:
+    if is_audited:
         wrappers[SCHEDULE] = _schedule
     install_all(module, wrappers)
 
@@ -71,8 +76,12 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
     # Hot path: after a forward these objects are cold in the CPU's caches.
     stats: NworStats = getattr(scheduler, "nwor_stats", None) or _new_stats(scheduler)
     output = args[1] if len(args) > 1 else kwargs["model_runner_output"]
+    if steps := getattr(output, "nwor_weights", None):
+        weights.changed_unannounced(scheduler, steps)
     payload = getattr(output, "nwor_stats", None)
-    if payload is None and not stats.report and not commits.registered:
+    versions: KvVersions | None = getattr(scheduler, "nwor_versions", None)
+    is_idle = payload is None and not stats.report and not commits.registered
+    if is_idle and versions is None:
         return wrapped(*args, **kwargs)
     scheduled = args[0] if args else kwargs["scheduler_output"]
     counted: Any = None
@@ -86,6 +95,12 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
             committed = pending(scheduler, scheduled, output, sizes)
     except Exception as error:
         _failed("on_commit", error, stats)
+    try:
+        if versions is not None:
+            versions.processing(scheduled)
+    except Exception as error:
+        versions = None
+        _versions_failed(scheduler, error)
     try:
         if payload is not None:
             num_ids = list(map(len, output.sampled_token_ids or ()))
@@ -101,6 +116,13 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
     finally:
         if counted is not None:
             del scheduler.make_spec_decoding_stats
+    try:
+        if versions is not None:
+            versions.answer(engine_outputs)
+            if ended := scheduler.finished_req_ids:
+                stats.count(VERSIONS, versions.ended(ended))
+    except Exception as error:
+        _versions_failed(scheduler, error)
     try:
         # vLLM attaches statistics to the first output; none if they are off.
         carrier: Any = next(iter(engine_outputs.values()), None)
@@ -149,6 +171,7 @@ def pending(
     """
     found: list[Pending] = []
     of_step = getattr(scheduled, "nwor_weights", None) or Weights()
+    versions: KvVersions | None = getattr(scheduler, "nwor_versions", None)
     ids, drafts = output.sampled_token_ids, scheduled.scheduled_spec_decode_tokens
     for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
         request = scheduler.requests.get(request_id)
@@ -176,7 +199,8 @@ def pending(
             else ()
             for gid, group in enumerate(groups)
         )
-        commit = Commit(request_id, start, end, num_rejected, blocks, of_step)
+        prefix = versions.found(request_id, start) if versions else ()
+        commit = Commit(request_id, start, end, num_rejected, blocks, of_step, prefix)
         found.append((request, request.num_tokens, commit))
     return found
 
@@ -227,15 +251,31 @@ def _schedule(wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any) -> Any:
     output.nwor_weights, changes = weights.of_step(scheduler, is_running, output)
     if changes and NworConfig.from_env().emit_metrics:
         stats = getattr(scheduler, "nwor_stats", None) or _new_stats(scheduler)
-        for route in changes:
-            stats.weights_changed(route)
+        stats.count(WEIGHT_CHANGES, Counter(changes))
     try:
         _inform_workers(scheduler, output, loaded)
     except Exception as error:
         # The workers treat the new requests of this step as unknown.
         output.nwor_audit = None
         report_failure("audit: new requests of failed steps are unverified", error)
+    try:
+        if not hasattr(scheduler, "nwor_versions"):
+            is_on = NworConfig.from_env().emit_metrics
+            scheduler.nwor_versions = KvVersions(scheduler) if is_on else None
+        versions: KvVersions | None = scheduler.nwor_versions
+        if versions is not None:
+            stats = getattr(scheduler, "nwor_stats", None) or _new_stats(scheduler)
+            found = versions.scheduled(output, output.nwor_weights)
+            stats.count(VERSIONS, found)
+    except Exception as error:
+        _versions_failed(scheduler, error)
     return output
+
+
+def _versions_failed(scheduler: Any, error: Exception) -> None:
+    """Call while `error` is handled."""
+    scheduler.nwor_versions = None
+    report_failure("audit: versions of KV are no longer followed", error)
 
 
 def _inform_workers(scheduler: Any, output: Any, loaded: set[str]) -> None:

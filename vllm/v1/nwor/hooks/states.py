@@ -102,7 +102,9 @@ class StateMetadata:
             TypeError: it is of another kind.
         """
         if not isinstance(of_layers, dict):
-            raise TypeError(f"metadata is a {type(of_layers).__name__}, expected a dict")
+            raise TypeError(
+                f"metadata is a {type(of_layers).__name__}, expected a dict"
+            )
         found = [of_layers[name] for name in self._layers]
         return torch.tensor([_columns(one) for one in found]), found
 

@@ -16,14 +16,20 @@ keeps the prefix cache. No list of method names is complete, so the content deci
                  is known to change weights was called, or the sample differs.
     model        `load_weights` is wrapped on the instance: frameworks call it in the
                  worker's process, without an RPC of a known name or without any.
+    audit        compares a fingerprint of the sample every few steps
+                 (audit/fingerprints.py). If it differs, the step's output says so, and
+                 the engine core looks, before the next step that it schedules.
 
 Equal bytes are the same epoch: after A, B, A the engine is in A's again, unless a
 request ran across one of the changes. Such a request keeps the identity that it began
 with, so blocks of that identity may hold keys and values of both.
 
-Not seen: a write to parameters that neither an RPC nor load_weights announces; weights
-outside parameters (start-up logs whether there are such: then each announced change
-counts); adapters; the drafter's weights, which do not change what the target computes.
+A write that is seen by its fingerprint alone came some steps before: their blocks have
+the identity of the old weights, so these do not come back either.
+
+Not seen: such a write that leaves the sample as it was; weights outside parameters
+(start-up logs whether there are such: then each announced change counts); the
+drafter's weights, which do not change what the target computes.
 """
 
 from __future__ import annotations
@@ -40,16 +46,18 @@ import torch
 
 from ..base.errors import report_failure
 from ..base.wrap import Wrapped, argument, install_all
-from ..metrics import WEIGHT_ROUTES
+from ..metrics import OTHER_RPC, UNANNOUNCED, WAKE_UP, WEIGHT_ROUTES
 from ..step import Weights
-from .ledger import COLLECTIVE_RPC
+from .ledger import COLLECTIVE_RPC, CORE_WAKE_UP
 
 logger = logging.getLogger("vllm.v1.nwor")
 
-# RPCs that change weights, or may have: the content is then read whole.
-*ANNOUNCING, OTHER_RPC = WEIGHT_ROUTES
 FAILED = "audit: the weights cannot be read; their changes are not noticed"
 UNREAD = "audit: the weights could not be read; this counts as a change of them"
+UNDER_LABEL = (
+    "NWOR audit: weights changed under label %r: versions with this label are of "
+    "different weights (logged once for each label)"
+)
 # vLLM's label until somebody sets one.
 NO_LABEL = "default"
 # Words of 8 bytes of each parameter that a sample has.
@@ -82,14 +90,16 @@ class ModelWeights:
     """The parameters of a worker's target model.
 
     is_whole: all weights are in them, and can be read. is_loaded: load_weights was
-    called since the last look.
+    called since the last look. num_looks: as step.WeightWords.
     """
 
     def __init__(self, model: torch.nn.Module, moves: bool = False) -> None:
         """moves: vLLM moves weights between parameters: their content says nothing."""
         self._model, self._moves = model, moves
         self.is_loaded = False
-        self._num_changes = 0
+        self.num_looks = self._num_changes = 0
+        # Of the parameters: the dict that has it, its key, and where it was.
+        self._places: list[tuple[dict[str, Any], str, int]] = []
         # Where a backend has packed weights, their parameter keeps no element.
         parameters = self._parameters()
         self.is_whole = len(parameters) == sum(1 for _ in model.parameters())
@@ -104,6 +114,7 @@ class ModelWeights:
         """What the weights are now. Waits for the device."""
         is_announced |= self.is_loaded
         self.is_loaded = False
+        self.num_looks += 1
         parameters = self._parameters()
         now = sample(parameters)
         if is_announced or not torch.equal(now, self._sample):
@@ -114,17 +125,38 @@ class ModelWeights:
                 self._content += f", change {self._num_changes}"
         return Seen(self.at_start, self._content)
 
+    def addresses(self, device: torch.device) -> list[int]:
+        """As step.WeightWords."""
+        self._places, found = [], []
+        for name, parameter in self._parameters():
+            owner, _, key = name.rpartition(".")
+            of_owner = self._model.get_submodule(owner)._parameters
+            self._places.append((of_owner, key, parameter.data_ptr()))
+            if parameter.device == device:
+                found += addresses_of(parameter)
+        return found
 
-def watch(runner: Any) -> None:
+    def have_moved(self) -> bool:
+        """As step.WeightWords."""
+        for of_owner, key, place in self._places:
+            parameter = of_owner.get(key)
+            if parameter is None or parameter.data_ptr() != place:
+                return True
+        return False
+
+
+def watch(runner: Any) -> ModelWeights | None:
     """Call when the caches of a runner are bound: the weights are the first epoch's.
-    Raises nothing, unless under VLLM_NWOR_STRICT=always."""
+    None if they cannot be read. Raises nothing, unless under
+    VLLM_NWOR_STRICT=always."""
     try:
-        _watch(runner)
+        return _watch(runner)
     except Exception as error:
         report_failure(FAILED, error)
+        return None
 
 
-def _watch(runner: Any) -> None:
+def _watch(runner: Any) -> ModelWeights:
     model, config = runner.get_model(), runner.vllm_config
     offloading = getattr(config, "offload_config", None)
     prefetches = getattr(getattr(offloading, "prefetch", None), "offload_group_size", 0)
@@ -146,6 +178,7 @@ def _watch(runner: Any) -> None:
         return load(*args, **kwargs)
 
     model.load_weights = load_weights
+    return found
 
 
 def look(worker: Any, is_announced: bool) -> Seen | None:
@@ -179,6 +212,17 @@ def sample(parameters: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
 
 
+def addresses_of(parameter: torch.Tensor) -> list[int]:
+    """Of the words of `sample`, where they can be read in place: of a parameter that
+    does not begin or end at a multiple of 8 bytes, of the words in between."""
+    storage = parameter.untyped_storage()
+    begin = parameter.data_ptr()
+    end = min(begin + parameter.nbytes, storage.data_ptr() + storage.nbytes())
+    # An address of 0: there is no memory, as of a tensor that wraps others.
+    words = range(-(-begin // 8) * 8, end - 7 if begin else 0, 8)
+    return list(words[:: max(len(words) // SAMPLE_WORDS, 1)][:SAMPLE_WORDS])
+
+
 def digest(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Of all bytes, with their places, shapes, strides and types: sums of 4 bytes times
     64 bits that belong to their place, so that a change of high bits counts as much as
@@ -210,13 +254,15 @@ def digest(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
 class Epochs:
     """The epochs of one engine.
 
-    routes: what may have changed the weights since the last look. changes: the route
+    routes: what may have changed the weights since the last look. unannounced: steps of
+    a worker, as StepPayload.weights_changed, if that is among them. changes: the route
     of each change that was not reported yet.
     """
 
     def __init__(self, core: Any) -> None:
         self._core = weakref.proxy(core)
         self.routes: list[str] = []
+        self.unannounced = (0, 0)
         self.changes: list[str] = []
         self._num_loads = _num_loads
         self.current = Weights()
@@ -226,11 +272,14 @@ class Epochs:
         self._epochs: dict[Any, Weights] = {}
         self._mixed: set[int] = set()
         self._num_epochs = 1
+        # Labels that weights were changed under; to have none is none.
+        self._reused = {""}
 
     def of_step(self, is_running: bool, has_tokens: bool) -> Weights:
         """What the weights of a step are that was just scheduled. is_running: whether
         requests were in flight before, which then run across a change. has_tokens: if
         not, nothing is computed, and the weights may be asleep."""
+        before = self.current
         if has_tokens and (self.routes or self._num_loads != _num_loads):
             routes = self.routes + ["load_weights"] * (self._num_loads != _num_loads)
             self.routes, self._num_loads = [], _num_loads
@@ -239,11 +288,17 @@ class Epochs:
         label = label if isinstance(label, str) and label != NO_LABEL else ""
         if label != self.current.label:
             self.current = self.current._replace(label=label)
+        is_changed = self.current.epoch != before.epoch
+        if is_changed and label == before.label and label not in self._reused:
+            self._reused.add(label)
+            logger.warning(UNDER_LABEL, label)
         return self.current
 
     def _look(self, routes: list[str], is_running: bool) -> None:
-        announced = [route for route in ANNOUNCING if route in routes]
-        is_announced = len(announced) > 0
+        known = {one if one in WEIGHT_ROUTES else OTHER_RPC for one in routes}
+        route = min(known, key=WEIGHT_ROUTES.index)
+        # Any RPC may have changed weights, these have: the content is read whole.
+        is_announced = known != {OTHER_RPC}
         executor = self._core.model_executor
         content: Any
         try:
@@ -260,7 +315,7 @@ class Epochs:
             content = self._num_epochs  # of no content
         if content == self._content:
             return
-        if is_running:
+        if is_running or UNANNOUNCED in known:
             self._mixed.add(self.current.epoch)
         before = self._epochs.get(content)
         if before is not None and before.epoch not in self._mixed:
@@ -272,19 +327,38 @@ class Epochs:
             self.current = Weights(number, key)
         self._content = content
         self._epochs[content] = self.current
-        self.changes.append(announced[0] if announced else OTHER_RPC)
+        self.changes.append(route)
         logger.info(
             "NWOR audit: the weights changed (%s): epoch %d%s",
             ", ".join(routes),
             self.current.epoch,
             "; requests in flight keep their identity" if is_running else "",
         )
+        if route == UNANNOUNCED:
+            logger.warning(
+                "NWOR audit: an unannounced change of the weights between steps %d and "
+                "%d of a worker: requests of these steps, and of those until now, are "
+                "unverified",
+                *self.unannounced,
+            )
 
 
 def watch_core(core: Any) -> None:
     """Call when the workers of an engine core have bound their caches."""
     core.nwor_weights = Epochs(core)
     _cores.add(core)
+
+
+def _epochs_of(scheduler: Any) -> Epochs | None:
+    of_it = (one for one in _cores if getattr(one, "scheduler", None) is scheduler)
+    return getattr(next(of_it, None), "nwor_weights", None)
+
+
+def changed_unannounced(scheduler: Any, steps: tuple[int, int]) -> None:
+    """A worker's fingerprints differ. steps: as StepPayload.weights_changed."""
+    if (epochs := _epochs_of(scheduler)) is not None:
+        epochs.routes.append(UNANNOUNCED)
+        epochs.unannounced = steps
 
 
 def of_step(scheduler: Any, is_running: bool, output: Any) -> tuple[Weights, list[str]]:
@@ -294,8 +368,7 @@ def of_step(scheduler: Any, is_running: bool, output: Any) -> tuple[Weights, lis
     is_running: whether the scheduler had running requests before. output: what its
         `schedule` returned.
     """
-    of_it = (one for one in _cores if getattr(one, "scheduler", None) is scheduler)
-    epochs: Epochs | None = getattr(next(of_it, None), "nwor_weights", None)
+    epochs = _epochs_of(scheduler)
     if epochs is None:
         return Weights(), []
     found = epochs.of_step(is_running, output.total_num_scheduled_tokens > 0)
@@ -312,4 +385,14 @@ def _collective_rpc(wrapped: Wrapped, core: Any, args: Any, kwargs: Any) -> Any:
     return wrapped(*args, **kwargs)
 
 
-WRAPPERS = {COLLECTIVE_RPC: _collective_rpc}
+def _wake_up(wrapped: Wrapped, core: Any, args: Any, kwargs: Any) -> Any:
+    """Not an RPC of the user. After a sleep of level 2 the weights are any bytes, until
+    they are loaded again."""
+    tags = argument(CORE_WAKE_UP, "tags", args, kwargs)
+    epochs = getattr(core, "nwor_weights", None)
+    if epochs is not None and (tags is None or "weights" in tags):
+        epochs.routes.append(WAKE_UP)
+    return wrapped(*args, **kwargs)
+
+
+WRAPPERS = {COLLECTIVE_RPC: _collective_rpc, CORE_WAKE_UP: _wake_up}

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..step import LoadedAdapters
 from .regions import StagedGroup
 from .states import StateGroup
 from .tables import LayerCache
@@ -122,7 +123,8 @@ class RunnerCaches:
     text_of: (index, number) -> [number] int32: the first tokens of a request. index:
     that of Step.state_of_request or, without it, the batch row; then the number is that
     of the tokens computed before this step, whatever is asked for.
-    rank, world_size: of this worker. vllm_version: as vLLM says it.
+    rank, world_size: of this worker. vllm_version: as vLLM says it. adapters: those
+    that the worker loads; None without LoRA.
     states: recurrent ones. read_states: reads a step's metadata, of the groups that are
     followed (hooks.states.StateMetadata.read).
     """
@@ -136,5 +138,6 @@ class RunnerCaches:
     rank: int
     world_size: int
     vllm_version: str
+    adapters: LoadedAdapters | None = None
     states: Sequence[StateGroup] = ()
     read_states: Callable[[Any], tuple[torch.Tensor, Any]] | None = None
