@@ -354,6 +354,11 @@ def _epochs_of(scheduler: Any) -> Epochs | None:
     return getattr(next(of_it, None), "nwor_weights", None)
 
 
+def are_followed(scheduler: Any) -> bool:
+    """Whether of_step knows more than that nobody looks."""
+    return _epochs_of(scheduler) is not None
+
+
 def changed_unannounced(scheduler: Any, steps: tuple[int, int]) -> None:
     """A worker's fingerprints differ. steps: as StepPayload.weights_changed."""
     if (epochs := _epochs_of(scheduler)) is not None:
