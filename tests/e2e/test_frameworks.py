@@ -56,7 +56,7 @@ def test_an_update_is_found_only_with_the_prefix_cache_kept(name: str) -> None:
     assert found["num_own"] == 0
     assert found["own_is_right"]
     # The update of the same bytes is not among them.
-    assert len(found["routes"]) == len(found["logged"]) == 2
+    assert len(found["routes"]) == len(found["named"]) == 2
     if folder := os.environ.get(FOLDER_VARIABLE):
         about = environment.describe("cpu", REPO)
         key = {"framework": name, "vllm": records.vllm(about)}

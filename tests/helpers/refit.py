@@ -29,7 +29,6 @@ import asyncio
 import json
 import multiprocessing
 import os
-import re
 import sys
 import tempfile
 import threading
@@ -61,7 +60,7 @@ class Found:
 
     changes_answer: the new weights answer otherwise. kept_is_wrong: the answer on the
     cached prefix was not theirs. own_is_right: after the framework's own sequence it
-    was. routes: those that were counted. logged: those that the log named.
+    was. routes: those that were counted. named: those that the log names.
     """
 
     framework: str
@@ -74,7 +73,7 @@ class Found:
     num_own: int
     own_is_right: bool
     routes: list[str]
-    logged: list[str]
+    named: list[str]
 
 
 def name_vllm() -> None:
@@ -239,35 +238,36 @@ def run(name: str) -> Found:
     from vllm.model_executor.layers import utils
 
     from tests.helpers.engine import prompt
-    from tests.helpers.logs import nwor_log
     from tests.helpers.runner_probe import observer_of
     from tests.integration.test_weights import DISPATCH, dispatch_to_parameters
-    from vllm_nwor.hooks import weights
+    from vllm_nwor.hooks.weights import Epochs
 
     setattr(utils, DISPATCH, dispatch_to_parameters)
     routes: list[str] = []
-    of_step = weights.of_step
+    named: list[str] = []
+    look = Epochs._look
 
-    def counted(*args: Any) -> Any:
-        found, changes = of_step(*args)
-        routes.extend(changes)
-        return found, changes
+    def looked(epochs: Epochs, of_look: list[str], is_running: bool) -> None:
+        before = len(epochs.changes)
+        look(epochs, of_look, is_running)
+        if changes := epochs.changes[before:]:
+            routes.extend(changes)
+            named.append(", ".join(of_look))
 
-    weights.of_step = counted
+    setattr(Epochs, "_look", looked)  # noqa: B010
     refit = FRAMEWORKS[name]()
     findings = observer_of(refit.runner, "audit").findings
     text = prompt(77, NUM_TOKENS)
-    with nwor_log() as lines:
-        before = refit.ask(text)
-        refit.update(1, False)
-        kept = refit.ask(text)
-        stale: list[Any] = list(findings.last)
-        findings.last.clear()
-        refit.update(1, True)  # the same bytes
-        right = refit.ask(text)
-        refit.update(2, True)
-        other = refit.ask(text)
-        again = refit.ask(text)
+    before = refit.ask(text)
+    refit.update(1, False)
+    kept = refit.ask(text)
+    stale: list[Any] = list(findings.last)
+    findings.last.clear()
+    refit.update(1, True)  # the same bytes
+    right = refit.ask(text)
+    refit.update(2, True)
+    other = refit.ask(text)
+    again = refit.ask(text)
     block_size = refit.runner.vllm_config.cache_config.block_size
     epochs = {tuple(w["epoch"] for w in one.weights.values()) for one in stale}
     return Found(
@@ -281,7 +281,7 @@ def run(name: str) -> Found:
         num_own=findings.num_findings - len(stale),
         own_is_right=again == other,
         routes=routes,
-        logged=re.findall(r"the weights changed \((.*?)\)", "\n".join(lines)),
+        named=named,
     )
 
 
@@ -290,4 +290,6 @@ if __name__ == "__main__":
     name_vllm()
     found = run(sys.argv[1])
     print(json.dumps(asdict(found)), flush=True)
+    for child in multiprocessing.active_children():
+        child.kill()  # it has our output open
     os._exit(0)

@@ -52,6 +52,9 @@ FAILED = "audit: the weights cannot be read; their changes are not noticed"
 UNREAD = "audit: the weights could not be read; this counts as a change of them"
 # vLLM's label until somebody sets one.
 NO_LABEL = "default"
+# Buffers of attention layers, by which they read a quantized KV cache: it is misread with
+# others than it was written with.
+SCALES = "._k_scale", "._v_scale"
 # Words of 8 bytes of each parameter that a sample has.
 SAMPLE_WORDS = 16
 # Words of 4 bytes that a digest reads at a time.
@@ -79,40 +82,50 @@ class Seen(NamedTuple):
 
 
 class ModelWeights:
-    """The parameters of a worker's target model.
+    """The parameters of a worker's target model, and the scales of its KV cache.
 
     is_whole: all weights are in them, and can be read. is_loaded: load_weights was
     called since the last look.
     """
 
-    def __init__(self, model: torch.nn.Module, moves: bool = False) -> None:
-        """moves: vLLM moves weights between parameters: their content says nothing."""
-        self._model, self._moves = model, moves
+    def __init__(
+        self, model: torch.nn.Module, moves: bool = False, has_scales: bool = True
+    ) -> None:
+        """moves: vLLM moves weights between parameters: their content says nothing.
+        has_scales: False if forwards change the KV cache's scales."""
+        self._model, self._moves, self._has_scales = model, moves, has_scales
         self.is_loaded = False
         self._num_changes = 0
         # Where a backend has packed weights, their parameter keeps no element.
-        parameters = self._parameters()
-        self.is_whole = len(parameters) == sum(1 for _ in model.parameters())
-        self._sample = sample(parameters)
-        self.at_start = self._content = digest(parameters)
+        self.is_whole = not moves and all(map(_is_readable, model.parameters()))
+        tensors = self._tensors()
+        self._sample = sample(tensors)
+        self.at_start = self._content = digest(tensors)
 
-    def _parameters(self) -> list[tuple[str, torch.Tensor]]:
-        found = () if self._moves else self._model.named_parameters()
-        return [(name, one) for name, one in found if not one.is_meta and one.numel()]
+    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
+        found = [] if self._moves else [*self._model.named_parameters()]
+        if self._has_scales:
+            buffers = self._model.named_buffers()
+            found += [(name, one) for name, one in buffers if name.endswith(SCALES)]
+        return [(name, one) for name, one in found if _is_readable(one)]
 
     def look(self, is_announced: bool) -> Seen:
         """What the weights are now. Waits for the device."""
         is_announced |= self.is_loaded
         self.is_loaded = False
-        parameters = self._parameters()
-        now = sample(parameters)
+        tensors = self._tensors()
+        now = sample(tensors)
         if is_announced or not torch.equal(now, self._sample):
             self._sample = now
             self._num_changes += not self.is_whole
-            self._content = digest(parameters)
+            self._content = digest(tensors)
             if self._num_changes:
                 self._content += f", change {self._num_changes}"
         return Seen(self.at_start, self._content)
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    return not tensor.is_meta and tensor.numel() > 0
 
 
 def watch(runner: Any) -> None:
@@ -129,7 +142,10 @@ def _watch(runner: Any) -> None:
     offloading = getattr(config, "offload_config", None)
     prefetches = getattr(getattr(offloading, "prefetch", None), "offload_group_size", 0)
     moves = config.parallel_config.enable_eplb or prefetches > 0
-    found = runner.nwor_weights = ModelWeights(model, moves)
+    # Up to vLLM XX: the first forward calculates them, before it writes keys and values.
+    cache = getattr(config, "cache_config", None)
+    has_scales = not getattr(cache, "calculate_kv_scales", False)
+    found = runner.nwor_weights = ModelWeights(model, moves, has_scales)
     if not found.is_whole:
         logger.warning(
             "NWOR audit: the content of some weights cannot be read (%s): loading the "
