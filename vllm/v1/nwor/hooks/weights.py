@@ -2,9 +2,10 @@
 """Weight epochs: which weights of the target model wrote a block of the KV cache. Only
 for the audit.
 
-An *epoch* is one content of the target's parameters. Weights are changed in place by
-refits of reinforcement learning, by reloads, and by code that vLLM never sees; vLLM
-keeps the prefix cache. No list of method names is complete, so the content decides:
+An *epoch* is one content of the target's parameters and of the scales of its KV cache.
+Weights are changed in place by refits of reinforcement learning, by reloads, and by
+code that vLLM never sees; vLLM keeps the prefix cache. No list of method names is
+complete, so the content decides:
 
     engine core  notes every RPC of the user (EngineCore.collective_rpc). Before the
                  next step that has tokens, so while no weights sleep, all workers
@@ -48,11 +49,14 @@ logger = logging.getLogger("vllm.v1.nwor")
 
 # RPCs that change weights, or may have: the content is then read whole.
 *ANNOUNCING, OTHER_RPC = WEIGHT_ROUTES
+# vLLM's calls of an update: a start, then those of its session.
+START, START_DRAFT = "start_weight_update", "start_draft_weight_update"
+OF_SESSION = "update_weights", "finish_weight_update"
 FAILED = "audit: the weights cannot be read; their changes are not noticed"
 UNREAD = "audit: the weights could not be read; this counts as a change of them"
 # vLLM's label until somebody sets one.
 NO_LABEL = "default"
-# Buffers of attention layers, by which they read a quantized KV cache: it is misread with
+# Buffers of attention layers: the scales of a quantized KV cache, which is misread with
 # others than it was written with.
 SCALES = "._k_scale", "._v_scale"
 # Words of 8 bytes of each parameter that a sample has.
@@ -103,7 +107,9 @@ class ModelWeights:
         self.at_start = self._content = digest(tensors)
 
     def _tensors(self) -> list[tuple[str, torch.Tensor]]:
-        found = [] if self._moves else [*self._model.named_parameters()]
+        found: list[tuple[str, torch.Tensor]] = []
+        if not self._moves:
+            found += self._model.named_parameters()
         if self._has_scales:
             buffers = self._model.named_buffers()
             found += [(name, one) for name, one in buffers if name.endswith(SCALES)]
@@ -142,7 +148,7 @@ def _watch(runner: Any) -> None:
     offloading = getattr(config, "offload_config", None)
     prefetches = getattr(getattr(offloading, "prefetch", None), "offload_group_size", 0)
     moves = config.parallel_config.enable_eplb or prefetches > 0
-    # Up to vLLM XX: the first forward calculates them, before it writes keys and values.
+    # vLLM 0.26: the first forward calculates them, before it writes keys and values.
     cache = getattr(config, "cache_config", None)
     has_scales = not getattr(cache, "calculate_kv_scales", False)
     found = runner.nwor_weights = ModelWeights(model, moves, has_scales)
@@ -233,6 +239,7 @@ class Epochs:
     def __init__(self, core: Any) -> None:
         self._core = weakref.proxy(core)
         self.routes: list[str] = []
+        self._is_of_drafter = False
         self.changes: list[str] = []
         self._num_loads = _num_loads
         self.current = Weights()
@@ -242,6 +249,14 @@ class Epochs:
         self._epochs: dict[Any, Weights] = {}
         self._mixed: set[int] = set()
         self._num_epochs = 1
+
+    def note(self, name: str) -> None:
+        """Call before an RPC of the user, which may fail half way. An update of the
+        drafter announces nothing."""
+        if name in (START, START_DRAFT):
+            self._is_of_drafter = name == START_DRAFT
+        of_drafter = self._is_of_drafter and name in OF_SESSION
+        self.routes.append(f"{name} of the drafter" if of_drafter else name)
 
     def of_step(self, is_running: bool, has_tokens: bool) -> Weights:
         """What the weights of a step are that was just scheduled. is_running: whether
@@ -322,9 +337,9 @@ def of_step(scheduler: Any, is_running: bool, output: Any) -> tuple[Weights, lis
 def _collective_rpc(wrapped: Wrapped, core: Any, args: Any, kwargs: Any) -> Any:
     method = argument(COLLECTIVE_RPC, "method", args, kwargs)
     epochs = getattr(core, "nwor_weights", None)
-    if epochs is not None:  # also if the call fails half way
+    if epochs is not None:
         name = method if isinstance(method, str) else getattr(method, "__name__", "rpc")
-        epochs.routes.append(name)
+        epochs.note(name)
     return wrapped(*args, **kwargs)
 
 
