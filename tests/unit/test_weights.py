@@ -431,18 +431,19 @@ def test_scales_of_the_kv_cache_are_weights(has_scales):
     assert len({*found}) == (3 if has_scales else 1)
 
 
-def test_weights_that_cannot_be_read_any_more_are_others(caplog):
+def test_a_parameter_that_is_gone_is_another_content(monkeypatch, caplog):
+    """One on the meta device has no bytes; the others are read."""
+    monkeypatch.setattr(errors, "_logged", set())
     core = Core(1)
     (model,) = core.models
-    model.load_state_dict(Model().state_dict())
-    (watched,) = (worker.model_runner.nwor_weights for worker in core.workers)
     kept = model.embedding
     model.embedding = torch.nn.Parameter(torch.empty(40, 17, device="meta"))
     core.rpc("receive")
     assert core.epoch() == core.epoch() == 1
     model.embedding = kept
     core.rpc("receive")
-    assert (core.epoch(), watched.is_whole) == (0, True)
+    assert core.epoch() == 0
+    assert "could not be read" not in caplog.text
 
 
 @pytest.mark.parametrize("label", [None, "", 3, "default"])
