@@ -36,7 +36,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 .DEFAULT_GOAL := help
 .PHONY: help bench picture test serve soak lint format wheel setup models lock deps clean distclean
 .PHONY: gpu-test gpu-bench nightly mutation-check rebuild image image-cpu
-.PHONY: check-vllm test-older test-oldest reach
+.PHONY: check-vllm test-older test-oldest reach frameworks
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) \
@@ -113,6 +113,15 @@ test-older: models ## the byte oracle, off, cow and stage, on engines of an olde
 test-oldest: models wheel ## the same of the oldest, in an environment of its own
 	python=$$($(PYTHON) tools/setup/setup_env.py --other) && \
 		$$python -m pytest $(OLDER_TESTS) $(ARGS)
+
+# make nightly runs these, too, where they are installed: 700 MB of packages.
+FRAMEWORKS := .venv-frameworks
+frameworks: export NWOR_REACH_RESULTS = $(abspath $(RESULTS))
+frameworks: models ## weight updates by trl, verl and AReaL themselves, watched by the audit
+	@mkdir -p $(RESULTS)
+	$(PY) -m pip install -q --no-deps --upgrade --target $(FRAMEWORKS) \
+		-r requirements/frameworks.txt
+	$(PY) -m pytest -m nightly tests/e2e/test_frameworks.py $(ARGS)
 
 mutation-check: setup ## plant bugs in a copy of the tree; each must fail a test
 	@mkdir -p $(RESULTS)

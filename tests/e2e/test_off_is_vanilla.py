@@ -31,6 +31,8 @@ HOSTS = (
     "vllm.v1.metrics.loggers",
     "vllm.v1.engine.core",
     "vllm.v1.engine.core_client",
+    "vllm.lora.model_manager",
+    "vllm.device_allocator.cumem",
 )
 import vllm.envs, vllm.plugins
 from vllm.platforms import current_platform

@@ -143,6 +143,20 @@ def test_the_requests_of_readme_succeed(server):
     assert values["vllm:nwor_windows_total"] > 0 == values["vllm:nwor_breaches_total"]
 
 
+def test_the_answer_has_the_versions_of_its_kv(server):
+    """If the request asks (docs/rl.md)."""
+    answers = [
+        server.complete(PROMPTS[0], 8, vllm_xargs={"nwor_kv_versions": asks})
+        for asks in (True, False)
+    ]
+    usage = answers[0]["usage"]
+    end = usage["prompt_tokens"] + usage["completion_tokens"] - 1
+    assert answers[0]["kv_transfer_params"] == {
+        "nwor_kv_versions": [{"version": "#0", "start": 0, "end": end}]
+    }
+    assert answers[1].get("kv_transfer_params") is None
+
+
 def test_the_metrics_have_the_labels_of_vllms(server, used):
     names = ("windows", "tokens_staged", "rejected_tokens")
     for name in (*names, "shadow_copied_bytes", "committed_bytes"):

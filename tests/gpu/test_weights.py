@@ -7,8 +7,8 @@ Routes with other bytes and with the same ones, requests in flight, sleep of lev
 one rank of two whose weights change; how long a look at the weights of an 8B shape
 takes. V2, asynchronous scheduling, modes stage and off, all findings of each row.
 
-Not covered: what nothing announces, adapters, real weight transfer engines, quantized
-weights. tests/integration/test_weights.py has more cases on the CPU.
+Not covered: real weight transfer engines, quantized weights.
+tests/integration/test_weights.py has more cases on the CPU.
 """
 
 from statistics import median
@@ -20,12 +20,12 @@ from tests.gpu.test_audit import AUDIT
 from tests.gpu.weights import NUM_LOOKS, rows_of
 
 STAGE = "stage"
-ENGINES, RANKS, COSTS = (
-    engines_of(f"weights{more}") for more in ("", "-two-ranks", "-cost")
+ENGINES, ADAPTERS, RANKS, COSTS = (
+    engines_of(f"weights{more}") for more in ("", "-adapters", "-two-ranks", "-cost")
 )
 KEYS = ("rows", "num_bytes", "sample_ms", "digest_ms")
 # Where vLLM's method is not the row's route.
-ROUTES = {"apply_model": "load_weights", "rank 1": "rpc"}
+ROUTES = {"apply_model": "load_weights", "rank 1": "rpc", "adapter": "lora"}
 
 
 def entries(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
@@ -47,6 +47,7 @@ def changing(job: str, *modes: str) -> Any:
 
 
 runs = changing("refits", STAGE, OFF)
+adapters = changing("refits", STAGE)
 ranks = changing("refits", STAGE)
 costs = changing("weights_cost", OFF)
 
@@ -59,7 +60,9 @@ def check_rows(spec: EngineSpec, mode: str, report: dict[str, Any]) -> None:
     for row, found in rows.items():
         route, content, when = row.split("/")
         is_other, kept = content == "other", when != "sleep"
-        assert found["epochs"] == [last, last + is_other], row
+        # Of the base model.
+        is_new = is_other and route != "adapter"
+        assert found["epochs"] == [last, last + is_new], row
         routes = {ROUTES.get(route, route): 1} if is_other else {}
         assert found["routes"] == routes, row
         # Each hit block, on each rank.
@@ -72,10 +75,12 @@ def check_rows(spec: EngineSpec, mode: str, report: dict[str, Any]) -> None:
         ]
         for of_rank in found["findings"]:
             assert [seen(one) for one in of_rank] == expected, row
+            contents = {tuple(contents_of(one)) for one in of_rank}
+            assert all((a != b) == (route == "adapter") for a, b in contents), row
         (wrong if expected else right).append(found["distance"])
         if found["changed"] is not None:
             (wrong if is_other else right).append(found["changed"])
-        last += is_other
+        last += is_new
     # Answers on stale blocks, and those of other weights, are not the right ones.
     assert min(wrong) > 3 * max(right), (wrong, right)
 
@@ -89,6 +94,12 @@ def seen(finding: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
+def contents_of(finding: dict[str, Any]) -> list[str | None]:
+    """Of the adapters that wrote and read."""
+    adapters = [one["adapter"] for one in finding["weights"].values()]
+    return [adapter and adapter["content"] for adapter in adapters]
+
+
 @ENGINES
 def test_hits_on_blocks_of_other_weights_are_found(runs, engine):
     for mode, run in runs[engine].items():
@@ -96,6 +107,11 @@ def test_hits_on_blocks_of_other_weights_are_found(runs, engine):
         assert report["facts"]["async_scheduling"]
         assert report["facts"]["runner"].startswith("vllm.v1.worker.gpu.")  # V2
         check_rows(BY_NAME[engine], mode, report)
+
+
+@ADAPTERS
+def test_hits_on_blocks_of_an_adapter_that_was_replaced(adapters, engine):
+    check_rows(BY_NAME[engine], STAGE, adapters[engine][STAGE].whole())
 
 
 @RANKS

@@ -31,6 +31,8 @@ Change = Callable[[Engine, int], Any]
 
 TEXT = prompt("weights", 100)
 CHANGE_BEFORE_STEP = 5
+# Longer than it takes until a fingerprint is read.
+NUM_STEPS = 80
 IN_FLIGHT = ("flight", "paused")
 OFF = "off"
 NUM_LOGPROBS, FAR = 20, 100.0
@@ -50,6 +52,7 @@ ROWS = (
     "read/same/idle",
     "apply_model/other/flight",
     "rpc/other/paused",
+    "unannounced/other/idle",
 )
 SLEEP_ROWS = both("reload_weights", "sleep")
 RANK_ROWS = both("rank 1")
@@ -66,6 +69,13 @@ def read(engine: Engine, _: int) -> None:
 def write(engine: Engine, seed: int, rank: int | None = None) -> None:
     """Into the parameters, as a worker extension does that calls no load_weights."""
     engine.rpc("test_randomize", seed, True, rank)
+
+
+def unannounced(engine: Engine, seed: int) -> None:
+    """Into the parameters in process, with no RPC; then steps of another text."""
+    executor = engine.llm.engine_core.engine_core.model_executor
+    executor.driver_worker.worker.test_randomize(seed, True)
+    engine.play([Request("between", prompt("between", 20), NUM_STEPS)], Outcome())
 
 
 def load(engine: Engine, seed: int) -> None:
@@ -111,6 +121,7 @@ ROUTES: dict[str, Change] = {
     "apply_model": load,
     "reload_weights": reload,
     "update_weights": update,
+    "unannounced": unannounced,
     "rank 1": partial(write, rank=1),
     "adapter": load_adapter,
 }

@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 from vllm.distributed.parallel_state import destroy_model_parallel
+from vllm.model_executor.layers import utils
 
 from tests.helpers.byte_map import owners
 from tests.helpers.drafters import ScriptedDrafter, all_wrong
@@ -24,6 +25,12 @@ from tests.helpers.host_offloading import CONNECTOR, HostSpec, HostWorker
 from tests.helpers.offloading_fault import final_slots
 from tests.integration.test_audit import found
 from tests.integration.test_byte_oracle import EVERYTHING, prompt
+from tests.integration.test_weights import (
+    DISPATCH,
+    TEXT,
+    dispatch_to_parameters,
+    write_by_rpc,
+)
 from vllm_nwor.hooks import connectors
 
 # Prompt and answer fill two blocks; the last slot belongs to the final token.
@@ -178,6 +185,43 @@ def test_a_load_of_other_bytes_than_were_stored_is_found(
     load(engine, later)
     assert found(engine) == []
     assert engine.audit.audit.totals()["unverified"] == 0
+
+
+@pytest.mark.parametrize("case", ["kept", "reset", "same weights"])
+def test_stored_blocks_of_other_weights_are_found(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reset of the engine's cache alone leaves them in host memory."""
+    monkeypatch.setattr(utils, DISPATCH, dispatch_to_parameters)
+    arguments = {"kv_transfer_config": CONNECTOR, "enable_prefix_caching": True}
+    engine = Engine("off", EVERYTHING, speculative_config=None, **arguments)
+
+    def ask(name: str) -> tuple[list[int], int]:
+        before = HostSpec.last.num_loaded
+        tokens = engine.run([Request(name, TEXT, 12)]).tokens[name]
+        engine.run(FILLER)
+        return tokens, HostSpec.last.num_loaded - before
+
+    def reset(resets_connector: bool) -> None:
+        with engine.connected():
+            assert engine.llm.reset_prefix_cache(reset_connector=resets_connector)
+
+    first, _ = ask("first")
+    write_by_rpc(engine, 0 if case == "same weights" else 101)
+    reset(resets_connector=case == "reset")
+    answer, num_loaded = ask("second")
+    assert num_loaded == (0 if case == "reset" else 2)
+    kinds = [(finding.kind, finding.position) for finding in found(engine)]
+    stale = [("stale_weights", 0), ("stale_weights", BLOCK_SIZE)]
+    assert kinds == (stale if case == "kept" else [])
+    totals = engine.audit.audit.totals()
+    assert totals["returned"] == num_loaded * BLOCK_SIZE
+    assert totals["unverified"] == 0
+    reset(resets_connector=True)
+    right, num_loaded = ask("third")
+    assert num_loaded == 0
+    assert (right == first) == (case == "same weights")
+    assert (right == answer) == (case != "kept")
 
 
 def test_preempted_requests_are_loaded_as_they_were_stored() -> None:

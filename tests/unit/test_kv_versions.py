@@ -82,6 +82,7 @@ class Run:
         of_step = self.weights, []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hooks.weights, "of_step", lambda *_: of_step)
+            patch.setattr(hooks.weights, "are_followed", lambda _: True)
             patch.setattr(NworStats, "count", self._count)
             step = hooks._schedule(self.scheduler.schedule, self.scheduler, (), {})
         output, expected = self.worker.run(self.scheduler, step)

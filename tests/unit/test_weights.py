@@ -400,6 +400,59 @@ def test_where_content_cannot_be_read_each_announced_change_counts():
         assert core.epoch() == number
 
 
+def test_an_update_of_the_drafter_is_none_of_the_target():
+    """Where content cannot be read, an announced change would count."""
+    model = Model()
+    model.embedding.data = torch.empty(0)
+    core = Core(1)
+    core.workers[0].model_runner.nwor_weights = ModelWeights(model)
+    for start, epoch in (("start_draft_weight_update", 0), ("start_weight_update", 1)):
+        for name in (start, "update_weights", "finish_weight_update"):
+            core.rpc(name)
+        assert core.epoch() == epoch
+    core.rpc("start_draft_weight_update")
+    core.rpc("reload_weights")
+    assert core.epoch() == 2
+
+
+@pytest.mark.parametrize("has_scales", [True, False])
+def test_scales_of_the_kv_cache_are_weights(has_scales):
+    """Unless forwards change them. Other buffers are not."""
+    model = Model()
+    layer = model.attention = torch.nn.Module()
+    for name in ("_k_scale", "_v_scale", "_q_scale"):
+        layer.register_buffer(name, torch.tensor(1.0))
+    one = ModelWeights(model, has_scales=has_scales)
+    found = [one.look(is_announced=True).content]
+    for name in ("_q_scale", "_k_scale", "_v_scale"):
+        layer.get_buffer(name).fill_(2)
+        found.append(one.look(is_announced=False).content)
+    assert found[0] == found[1]
+    assert len({*found}) == (3 if has_scales else 1)
+
+
+def test_a_parameter_that_is_gone_is_another_content(monkeypatch, caplog):
+    """One on the meta device has no bytes; the others are read."""
+    monkeypatch.setattr(errors, "_logged", set())
+    core = Core(1)
+    (model,) = core.models
+    kept = model.embedding
+    model.embedding = torch.nn.Parameter(torch.empty(40, 17, device="meta"))
+    core.rpc("receive")
+    assert core.epoch() == core.epoch() == 1
+    model.embedding = kept
+    core.rpc("receive")
+    assert core.epoch() == 0
+    assert "could not be read" not in caplog.text
+
+
+@pytest.mark.parametrize("label", [None, "", 3, "default"])
+def test_what_is_no_label_is_none(label):
+    core = Core()
+    core._weight_version = label
+    assert core.step().label == ""
+
+
 def test_the_label_is_that_of_now():
     core = Core()
     core._weight_version = "default"
@@ -449,7 +502,9 @@ def test_a_look_that_fails_ends_no_engine(strict, monkeypatch, caplog):
         return
     assert core.epoch() == 1  # a change, once
     assert core.epoch() == 1
-    assert "the weights could not be read" in caplog.text
+    core.rpc("receive")
+    assert core.epoch() == 2
+    assert caplog.text.count("the weights could not be read") == 1
 
 
 # --- identities -----------------------------------------------------------------------

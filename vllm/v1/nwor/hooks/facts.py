@@ -154,6 +154,8 @@ FACTS: dict[str, tuple[HookTarget | Fact, ...]] = {
             "impl", "num_kv_heads", "head_size", "head_size_v"),
         Has(MLA, "kv_cache", "impl", "kv_lora_rank", "qk_rope_head_dim"),
         Does(MLA, "self._k_scale"),
+        Does("vllm.model_executor.layers.attention.attention:set_default_quant_scales",
+             "layer.register_buffer()", "layer._k_scale", "layer._v_scale"),
         Has("vllm.v1.attention.backend:AttentionBackend", "get_name"),
         Has("vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
             "get_attn_backend"),

@@ -260,7 +260,8 @@ def _schedule(wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any) -> Any:
         report_failure("audit: new requests of failed steps are unverified", error)
     try:
         if not hasattr(scheduler, "nwor_versions"):
-            is_on = NworConfig.from_env().emit_metrics
+            is_on = weights.are_followed(scheduler)
+            is_on = is_on and NworConfig.from_env().emit_metrics
             scheduler.nwor_versions = KvVersions(scheduler) if is_on else None
         versions: KvVersions | None = scheduler.nwor_versions
         if versions is not None:

@@ -2,9 +2,10 @@
 """Weight epochs: which weights of the target model wrote a block of the KV cache. Only
 for the audit.
 
-An *epoch* is one content of the target's parameters. Weights are changed in place by
-refits of reinforcement learning, by reloads, and by code that vLLM never sees; vLLM
-keeps the prefix cache. No list of method names is complete, so the content decides:
+An *epoch* is one content of the target's parameters and of the scales of its KV cache.
+Weights are changed in place by refits of reinforcement learning, by reloads, and by
+code that vLLM never sees; vLLM keeps the prefix cache. No list of method names is
+complete, so the content decides:
 
     engine core  notes every RPC of the user (EngineCore.collective_rpc). Before the
                  next step that has tokens, so while no weights sleep, all workers
@@ -52,6 +53,9 @@ from .ledger import COLLECTIVE_RPC, CORE_WAKE_UP
 
 logger = logging.getLogger("vllm.v1.nwor")
 
+# vLLM's calls of an update: a start, then those of its session.
+START, START_DRAFT = "start_weight_update", "start_draft_weight_update"
+OF_SESSION = "update_weights", "finish_weight_update"
 FAILED = "audit: the weights cannot be read; their changes are not noticed"
 UNREAD = "audit: the weights could not be read; this counts as a change of them"
 UNDER_LABEL = (
@@ -60,6 +64,9 @@ UNDER_LABEL = (
 )
 # vLLM's label until somebody sets one.
 NO_LABEL = "default"
+# Buffers of attention layers: the scales of a quantized KV cache, which is misread with
+# others than it was written with.
+SCALES = "._k_scale", "._v_scale"
 # Words of 8 bytes of each parameter that a sample has.
 SAMPLE_WORDS = 16
 # Words of 4 bytes that a digest reads at a time.
@@ -87,40 +94,48 @@ class Seen(NamedTuple):
 
 
 class ModelWeights:
-    """The parameters of a worker's target model.
+    """The parameters of a worker's target model, and the scales of its KV cache.
 
     is_whole: all weights are in them, and can be read. is_loaded: load_weights was
     called since the last look. num_looks: as step.WeightWords.
     """
 
-    def __init__(self, model: torch.nn.Module, moves: bool = False) -> None:
-        """moves: vLLM moves weights between parameters: their content says nothing."""
-        self._model, self._moves = model, moves
+    def __init__(
+        self, model: torch.nn.Module, moves: bool = False, has_scales: bool = True
+    ) -> None:
+        """moves: vLLM moves weights between parameters: their content says nothing.
+        has_scales: False if forwards change the KV cache's scales."""
+        self._model, self._moves, self._has_scales = model, moves, has_scales
         self.is_loaded = False
         self.num_looks = self._num_changes = 0
-        # Of the parameters: the dict that has it, its key, and where it was.
+        # Of each tensor: the dict that has it, its key, and where it was.
         self._places: list[tuple[dict[str, Any], str, int]] = []
         # Where a backend has packed weights, their parameter keeps no element.
-        parameters = self._parameters()
-        self.is_whole = len(parameters) == sum(1 for _ in model.parameters())
-        self._sample = sample(parameters)
-        self.at_start = self._content = digest(parameters)
+        self.is_whole = not moves and all(map(_is_readable, model.parameters()))
+        tensors = self._tensors()
+        self._sample = sample(tensors)
+        self.at_start = self._content = digest(tensors)
 
-    def _parameters(self) -> list[tuple[str, torch.Tensor]]:
-        found = () if self._moves else self._model.named_parameters()
-        return [(name, one) for name, one in found if not one.is_meta and one.numel()]
+    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
+        found: list[tuple[str, torch.Tensor]] = []
+        if not self._moves:
+            found += self._model.named_parameters()
+        if self._has_scales:
+            buffers = self._model.named_buffers()
+            found += [(name, one) for name, one in buffers if name.endswith(SCALES)]
+        return [(name, one) for name, one in found if _is_readable(one)]
 
     def look(self, is_announced: bool) -> Seen:
         """What the weights are now. Waits for the device."""
         is_announced |= self.is_loaded
         self.is_loaded = False
         self.num_looks += 1
-        parameters = self._parameters()
-        now = sample(parameters)
+        tensors = self._tensors()
+        now = sample(tensors)
         if is_announced or not torch.equal(now, self._sample):
             self._sample = now
             self._num_changes += not self.is_whole
-            self._content = digest(parameters)
+            self._content = digest(tensors)
             if self._num_changes:
                 self._content += f", change {self._num_changes}"
         return Seen(self.at_start, self._content)
@@ -128,21 +143,27 @@ class ModelWeights:
     def addresses(self, device: torch.device) -> list[int]:
         """As step.WeightWords."""
         self._places, found = [], []
-        for name, parameter in self._parameters():
+        for name, tensor in self._tensors():
             owner, _, key = name.rpartition(".")
-            of_owner = self._model.get_submodule(owner)._parameters
-            self._places.append((of_owner, key, parameter.data_ptr()))
-            if parameter.device == device:
-                found += addresses_of(parameter)
+            module = self._model.get_submodule(owner)
+            is_buffer = key in module._buffers
+            of_owner: Any = module._buffers if is_buffer else module._parameters
+            self._places.append((of_owner, key, tensor.data_ptr()))
+            if tensor.device == device:
+                found += addresses_of(tensor)
         return found
 
     def have_moved(self) -> bool:
         """As step.WeightWords."""
         for of_owner, key, place in self._places:
-            parameter = of_owner.get(key)
-            if parameter is None or parameter.data_ptr() != place:
+            tensor = of_owner.get(key)
+            if tensor is None or tensor.data_ptr() != place:
                 return True
         return False
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    return not tensor.is_meta and tensor.numel() > 0
 
 
 def watch(runner: Any) -> ModelWeights | None:
@@ -161,7 +182,10 @@ def _watch(runner: Any) -> ModelWeights:
     offloading = getattr(config, "offload_config", None)
     prefetches = getattr(getattr(offloading, "prefetch", None), "offload_group_size", 0)
     moves = config.parallel_config.enable_eplb or prefetches > 0
-    found = runner.nwor_weights = ModelWeights(model, moves)
+    # vLLM 0.26: the first forward calculates them, before it writes keys and values.
+    cache = getattr(config, "cache_config", None)
+    has_scales = not getattr(cache, "calculate_kv_scales", False)
+    found = runner.nwor_weights = ModelWeights(model, moves, has_scales)
     if not found.is_whole:
         logger.warning(
             "NWOR audit: the content of some weights cannot be read (%s): loading the "
@@ -263,6 +287,7 @@ class Epochs:
         self._core = weakref.proxy(core)
         self.routes: list[str] = []
         self.unannounced = (0, 0)
+        self._is_of_drafter = False
         self.changes: list[str] = []
         self._num_loads = _num_loads
         self.current = Weights()
@@ -274,6 +299,14 @@ class Epochs:
         self._num_epochs = 1
         # Labels that weights were changed under; to have none is none.
         self._reused = {""}
+
+    def note(self, name: str) -> None:
+        """Call before an RPC of the user, which may fail half way. An update of the
+        drafter announces nothing."""
+        if name in (START, START_DRAFT):
+            self._is_of_drafter = name == START_DRAFT
+        of_drafter = self._is_of_drafter and name in OF_SESSION
+        self.routes.append(f"{name} of the drafter" if of_drafter else name)
 
     def of_step(self, is_running: bool, has_tokens: bool) -> Weights:
         """What the weights of a step are that was just scheduled. is_running: whether
@@ -354,6 +387,11 @@ def _epochs_of(scheduler: Any) -> Epochs | None:
     return getattr(next(of_it, None), "nwor_weights", None)
 
 
+def are_followed(scheduler: Any) -> bool:
+    """Whether of_step knows more than that nobody looks."""
+    return _epochs_of(scheduler) is not None
+
+
 def changed_unannounced(scheduler: Any, steps: tuple[int, int]) -> None:
     """A worker's fingerprints differ. steps: as StepPayload.weights_changed."""
     if (epochs := _epochs_of(scheduler)) is not None:
@@ -379,9 +417,9 @@ def of_step(scheduler: Any, is_running: bool, output: Any) -> tuple[Weights, lis
 def _collective_rpc(wrapped: Wrapped, core: Any, args: Any, kwargs: Any) -> Any:
     method = argument(COLLECTIVE_RPC, "method", args, kwargs)
     epochs = getattr(core, "nwor_weights", None)
-    if epochs is not None:  # also if the call fails half way
+    if epochs is not None:
         name = method if isinstance(method, str) else getattr(method, "__name__", "rpc")
-        epochs.routes.append(name)
+        epochs.note(name)
     return wrapped(*args, **kwargs)
 
 

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weight updates by frameworks' own code (tests/helpers/refit.py): the audit finds what
+a kept prefix cache does, and the framework's own sequence is no finding.
+
+`make frameworks` installs them next to the project's environment. Results go to
+frameworks.jsonl in the folder of NWOR_REACH_RESULTS.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks import environment, records
+
+from tests.helpers.environment import REPO, subprocess_env
+from tests.helpers.reach import FOLDER_VARIABLE
+from tests.helpers.refit import FRAMEWORKS
+
+INSTALLED = REPO / ".venv-frameworks"
+
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
+
+
+def refit(name: str) -> dict[str, Any]:
+    """`Found`, of a process of its own: frameworks patch vLLM."""
+    if not any(distributions(name=name, path=[str(INSTALLED)])):
+        pytest.skip(f"{name} is not installed: make frameworks")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.helpers.refit", name],
+        env=subprocess_env(PYTHONPATH=str(INSTALLED)),
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_an_update_is_found_only_with_the_prefix_cache_kept(name: str) -> None:
+    found = refit(name)
+    assert found["changes_answer"]
+    assert found["kept_is_wrong"]
+    assert found["num_cached"] > 1
+    assert found["kinds"] == ["stale_weights"] * found["num_cached"]
+    assert found["epochs"] == [[0, 1]]
+    assert found["num_own"] == 0
+    assert found["own_is_right"]
+    # The update of the same bytes is not among them.
+    assert len(found["routes"]) == len(found["named"]) == 2
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        about = environment.describe("cpu", REPO)
+        key = {"framework": name, "vllm": records.vllm(about)}
+        line = {"key": key, **about, "command": "make frameworks", "found": found}
+        records.append(Path(folder) / "frameworks.jsonl", line)
