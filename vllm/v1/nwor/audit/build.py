@@ -21,7 +21,7 @@ from ..layout.caches import (
 from ..layout.tables import DeviceMemory, LayerCache
 from .observer import NAME, RunnerAudit
 from .state import Audit
-from .states import States
+from .states import States, StatesRefused
 from .tables import AuditedGroup, GroupShape, num_bytes
 
 __all__ = ["NAME", "build", "is_wanted", "refused", "reserved_bytes"]
@@ -153,7 +153,10 @@ def _build(
         states = None
         if followed:
             of = sizes[0], caches.num_blocks, limits.num_drafts, memory
-            states = States(followed, *of)
+            try:
+                states = States(followed, *of)
+            except StatesRefused as refused:
+                logger.warning("NWOR audit: recurrent states: off: %s", refused)
         return Audit(groups, *about, limits.is_async, caches.adapters, states)
 
     try:

@@ -99,7 +99,8 @@ class Audit:
 
     @property
     def num_bytes(self) -> int:
-        return sum(group.num_bytes for group in self.groups)
+        of_states = self.states.num_bytes if self.states else 0
+        return of_states + sum(group.num_bytes for group in self.groups)
 
     def steps_of_a_pass(self, num_blocks: int) -> int:
         """Steps until `num_blocks` blocks were compared once."""

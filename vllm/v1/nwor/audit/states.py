@@ -23,54 +23,59 @@ class StatesRefused(Exception):
 
 
 def word_offsets(state: StateCache) -> tuple[int, list[int]]:
-    """Bytes a word, and where in a block (of a convolution: in a column of it) the
-    words of a sample are, in bytes. Raises StatesRefused."""
-    tensor = state.tensor
-    size, strides = (
-        tensor.element_size(),
-        [n * tensor.element_size() for n in tensor.stride()],
+    """Bytes of a word, and where the words of a sample are, in bytes: in a block or, of
+    a convolution, in a column of it. Raises StatesRefused."""
+    tensor, number = state.tensor, ops.SAMPLE_WORDS
+    size, strides = tensor.element_size(), strides_of(tensor)
+    refused = StatesRefused(
+        f"the {state.kind} state of {state.name} has shape {tuple(tensor.shape)} and "
+        f"strides {tensor.stride()}, of {tensor.dtype}"
     )
-    number = ops.SAMPLE_WORDS
     if state.kind is StateKind.CONV:
-        channels = tensor.shape[2]
-        together = SECTOR_BYTES // size
-        num_sectors = number // together
+        channels, together = tensor.shape[2], SECTOR_BYTES // size
         if size not in (2, 4, 8) or channels < number:
-            raise StatesRefused(
-                f"a convolution has {channels} channels of {size} bytes"
-            )
+            raise refused
+        num_sectors = number // together
         starts = [
             (2 * i + 1) * channels // (2 * num_sectors) // together * together
             for i in range(num_sectors)
         ]
-        found = [(start + i) * strides[2] for start in starts for i in range(together)]
-        return size, found
-    _, heads, rows, columns = tensor.shape
-    row_bytes = columns * size
-    if (
-        strides[3] != size
-        or row_bytes < SECTOR_BYTES
-        or any(n % 8 for n in strides[:3])
-    ):
-        raise StatesRefused(
-            f"a temporal state has shape {tuple(tensor.shape)}, strides {tensor.stride()}"
-        )
-    places = []
-    num_parts, of_part = ops.SAMPLE_PARTS, number // ops.SAMPLE_PARTS
-    for part in range(num_parts):
-        head = part * heads // num_parts
-        row = (part * 37 + 11) % rows
-        sector = (part * 5 + 1) % (row_bytes // SECTOR_BYTES)
+        return size, [(s + i) * strides[2] for s in starts for i in range(together)]
+    _, num_heads, num_rows, num_columns = tensor.shape
+    num_sectors = num_columns * size // SECTOR_BYTES
+    if strides[3] != size or not num_sectors or any(n % 8 for n in strides[:3]):
+        raise refused
+    offsets: list[int] = []
+    for part in range(ops.SAMPLE_PARTS):
+        # Spread over heads, rows and columns.
+        head = part * num_heads // ops.SAMPLE_PARTS
+        row, sector = (part * 37 + 11) % num_rows, (part * 5 + 1) % num_sectors
         first = head * strides[1] + row * strides[2] + sector * SECTOR_BYTES
-        places += [first + 8 * word for word in range(of_part)]
-    return 8, places
+        offsets += range(first, first + SECTOR_BYTES, 8)
+    return 8, offsets
+
+
+def strides_of(tensor: torch.Tensor) -> list[int]:
+    """In bytes."""
+    return [stride * tensor.element_size() for stride in tensor.stride()]
+
+
+def row_of(state: StateCache, group: int) -> tuple[int, ...]:
+    """State of states.h. group: row of its metadata. Raises StatesRefused."""
+    tensor, strides = state.tensor, strides_of(state.tensor)
+    word_bytes, offsets = word_offsets(state)
+    is_conv = state.kind is StateKind.CONV
+    of_buffer = (tensor.shape[1], strides[1]) if is_conv else (0, 0)
+    place = tensor.data_ptr(), strides[0], group, state.window
+    return *place, *of_buffer, word_bytes, *offsets
 
 
 class States:
     """The recurrent states of all followed groups.
 
-    layers: name of the layer, kind, and KV-cache group, by the numbers that findings
-    have. tables: StateTables of states.h, int64, cpu.
+    layers: name of the layer, kind and KV-cache group, by the numbers that findings
+    have. tables: StateTables of states.h, int64, cpu. totals: [2] int64, device:
+    samples that were compared, and that were read without being known.
     """
 
     def __init__(
@@ -83,73 +88,46 @@ class States:
     ) -> None:
         """Raises StatesRefused."""
         found = [
-            (number, group.group_id, state)
-            for number, group in enumerate(groups)
-            for state in group.states
+            (n, group, one) for n, group in enumerate(groups) for one in group.states
         ]
-        self.layers = [(state.name, state.kind, gid) for _, gid, state in found]
-        self._kept = [state.tensor for *_, state in found]
-        windows = {state.window for *_, state in found if state.window} or {0}
-        if len(windows) > 1:
-            raise StatesRefused(
-                f"convolutions read {sorted(windows)} columns; expected one number"
-            )
-        rows = []
-        num_columns = 0
-        for number, _, state in found:
-            tensor = state.tensor
-            size, offsets = word_offsets(state)
-            strides = [n * tensor.element_size() for n in tensor.stride()]
-            is_conv = state.kind is StateKind.CONV
-            of_buffer = (tensor.shape[1], strides[1]) if is_conv else (0, 0)
-            num_columns = max(num_columns, of_buffer[0])
-            rows.append(
-                (
-                    tensor.data_ptr(),
-                    strides[0],
-                    number,
-                    state.window,
-                    *of_buffer,
-                    size,
-                    *offsets,
-                )
-            )
-        num_states = len(rows)
-        if num_states > ops.MAX_STATES or num_columns > ops.MAX_BUFFER:
-            raise StatesRefused(
-                f"{num_states} states, {num_columns} columns of a buffer"
-            )
+        self.layers = [(one.name, str(one.kind), of.group_id) for _, of, one in found]
+        self._kept = [one.tensor for *_, one in found]
+        windows = {one.window for *_, one in found if one.window} or {0}
+        num_columns = max(
+            (one.tensor.shape[1] for *_, one in found if one.kind is StateKind.CONV),
+            default=0,
+        )
+        num_states = len(found)
+        for what, is_fine in (
+            (f"{num_states} states", num_states <= ops.MAX_STATES),
+            (f"{len(groups)} groups", len(groups) <= ops.MAX_STATE_GROUPS),
+            (f"a buffer of {num_columns} columns", num_columns <= ops.MAX_BUFFER),
+            (f"convolutions that read {sorted(windows)} columns", len(windows) == 1),
+        ):
+            if not is_fine:
+                raise StatesRefused(f"there are {what}")
+        rows = torch.tensor([row_of(one, n) for n, _, one in found])
         max_columns = 1 + num_drafts
-        num_scratch = max(4 * max_columns, num_columns)
-        shapes = (
-            ((num_states, ops.STATE_COLUMNS), torch.int64),
-            ((num_seats, ops.STATE_SEAT_COLUMNS), torch.int64),
-            ((num_seats, num_states), torch.int64),
-            ((num_seats, num_states, max_columns), torch.int64),
-            ((num_seats, num_states, num_scratch), torch.int64),
-            ((len(groups), num_blocks), torch.int32),
-            ((2,), torch.int64),
+        num_scratch = max(ops.SAMPLE_PARTS // 2 * max_columns, num_columns)
+
+        def take(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
+            return memory.take(sizes, dtype).zero_()
+
+        of_seats = num_seats, num_states
+        self.totals = take(torch.int64, 2)
+        self._tensors = (
+            take(torch.int64, *rows.shape).copy_(rows),
+            take(torch.int64, num_seats, ops.STATE_SEAT_COLUMNS),
+            take(torch.int64, *of_seats),
+            take(torch.int64, *of_seats, max_columns),
+            take(torch.int64, *of_seats, num_scratch),
+            take(torch.int32, len(groups), num_blocks).fill_(-1),
+            self.totals,
         )
-        self.tensors = [memory.take(*shape).zero_() for shape in shapes]
-        self.tensors[0].copy_(torch.tensor(rows, dtype=torch.int64))
-        self.tensors[5].fill_(-1)
-        sizes = (
-            num_states,
-            len(groups),
-            max_columns,
-            max(windows),
-            num_scratch,
-            num_blocks,
-        )
-        addresses = [tensor.data_ptr() for tensor in self.tensors]
-        self.tables = torch.tensor([*addresses, *sizes], dtype=torch.int64)
+        sizes = num_states, len(groups), max_columns, *windows, num_scratch, num_blocks
+        addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self.tables = torch.tensor([*addresses, *sizes])
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors)
-
-    def totals(self) -> tuple[int, int]:
-        """Samples compared, and those that were read and not known. Waits for the
-        device."""
-        compared, unknown = self.tensors[6].tolist()
-        return compared, unknown
+        return sum(tensor.nbytes for tensor in self._tensors)
