@@ -19,7 +19,8 @@ the cache that commit left.
                      connector, too (on V2 they follow: they fill blocks of requests
                      that wait, so no draft's slot); not called if all drafts are in
                      shadow blocks (Step.awaits_forward)
-    metadata_final   attention metadata is built, with what the kernels will read
+    metadata_final   attention metadata is built, with what the kernels will read; only
+                     where there are recurrent states
     sampled          rejection sampling is enqueued: the device knows which drafts were
                      accepted; the drafter has not run
     drafts_missed    instead of `sampled`: drafts reached the sampler, and the hooks

@@ -18,10 +18,11 @@ from ..layout.caches import (
     RunnerCaches,
     RunnerLimits,
 )
+from ..layout.states import StatesRefused
 from ..layout.tables import DeviceMemory, LayerCache
 from .observer import NAME, RunnerAudit
 from .state import Audit
-from .states import States, StatesRefused
+from .states import States
 from .tables import AuditedGroup, GroupShape, num_bytes
 
 __all__ = ["NAME", "build", "is_wanted", "refused", "reserved_bytes"]

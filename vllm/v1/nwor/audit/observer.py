@@ -23,6 +23,7 @@ import torch
 from ..base.payload import MAX_IN_FLIGHT, News, StepPayload
 from ..config import AuditMode, NworConfig
 from ..layout.caches import Loads, RunnerCaches
+from ..layout.states import StatesRefused
 from ..metrics import ADAPTER_ROUTE
 from ..step import Acceptance, Observer, OutputRead, Scheduled, Step, Transfer
 from .findings import AuditError, Finding, Findings
@@ -126,8 +127,15 @@ class RunnerAudit(Observer):
 
     @guarded
     def _metadata_final(self, step: Step, metadata: Any) -> None:
-        if self.audit.is_open and self._read_states is not None:
-            self.audit.read_states(step, *self._read_states(metadata))
+        if not self.audit.is_open or self._read_states is None:
+            return
+        try:
+            found = self._read_states(metadata)
+        except StatesRefused as refused:
+            self._read_states = None
+            logger.warning("NWOR audit: recurrent states: off: %s", refused)
+            return
+        self.audit.read_states(step, *found)
 
     @guarded
     def _sampled(self, step: Step, acceptance: Acceptance | None) -> None:

@@ -11,15 +11,11 @@ from collections.abc import Sequence
 import torch
 
 from .. import ops
-from ..layout.states import StateCache, StateGroup, StateKind
+from ..layout.states import StateCache, StateGroup, StateKind, StatesRefused
 from ..layout.tables import DeviceMemory
 
 # Bytes that the device reads at once: words of a sample lie together in as many.
 SECTOR_BYTES = 32
-
-
-class StatesRefused(Exception):
-    """A layer's states cannot be sampled; the message says why."""
 
 
 def word_offsets(state: StateCache) -> tuple[int, list[int]]:

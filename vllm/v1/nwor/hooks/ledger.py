@@ -25,6 +25,7 @@ SCHEDULER = "vllm.v1.core.sched.scheduler"
 LOGGERS = "vllm.v1.metrics.loggers"
 ALLOCATOR = "vllm.device_allocator.cumem"
 LORA = "vllm.lora.model_manager"
+STATES = "vllm.v1.worker.gpu.model_states.mamba_hybrid"
 OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
 
 
@@ -306,7 +307,7 @@ SCHEDULE = HookTarget(
     for_audit=True,
 )
 STATE_METADATA = HookTarget(
-    "vllm.v1.worker.gpu.model_states.mamba_hybrid",
+    STATES,
     "MambaHybridModelState.prepare_attn",
     ("self", "input_batch"),
     "recurrent states: the kernels' metadata is built, and blocks are copied",
@@ -432,6 +433,13 @@ CHANGES = (
             (f"{V1_RUNNER}.GPUModelRunner", "digests of the weights"),
             (f"{V2_RUNNER}.GPUModelRunner", "the same on V2"),
         )
+    ),
+    Change(
+        f"{STATES}.MambaHybridModelState",
+        "nwor_state",
+        "recurrent states: the observers of its runner",
+        BEFORE_FORWARD,
+        True,
     ),
     Change(
         f"{LORA}.LoRAModelManager",

@@ -17,7 +17,7 @@ from vllm.v1 import kv_cache_interface as kv
 
 from ..base.errors import error_text
 from ..base.wrap import Wrapped, install_all
-from ..layout.states import StateCache, StateGroup, StateKind
+from ..layout.states import StateCache, StateGroup, StateKind, StatesRefused
 from .ledger import STATE_METADATA
 
 # Of vLLM's metadata for layers with recurrent state, the followed kind.
@@ -99,12 +99,11 @@ class StateMetadata:
         of_layers: vLLM's metadata by layer.
 
         Raises:
-            TypeError: it is of another kind.
+            StatesRefused: it is of another kind.
         """
         if not isinstance(of_layers, dict):
-            raise TypeError(
-                f"metadata is a {type(of_layers).__name__}, expected a dict"
-            )
+            kind = type(of_layers).__name__
+            raise StatesRefused(f"attention metadata is a {kind}, expected a dict")
         found = [of_layers[name] for name in self._layers]
         return torch.tensor([_columns(one) for one in found]), found
 
@@ -112,7 +111,7 @@ class StateMetadata:
 def _columns(metadata: Any) -> tuple[int, ...]:
     if type(metadata).__name__ != FOLLOWED:
         kind = type(metadata).__name__
-        raise TypeError(f"a layer's metadata is a {kind}, expected {FOLLOWED}")
+        raise StatesRefused(f"a layer's metadata is a {kind}, expected {FOLLOWED}")
     windows = metadata.spec_sequence_masks
     blocks = metadata.non_spec_state_indices_tensor
     has_state = metadata.has_initial_state

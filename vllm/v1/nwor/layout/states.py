@@ -18,6 +18,10 @@ class StateKind(enum.StrEnum):
     CONV = "conv"
 
 
+class StatesRefused(Exception):
+    """Recurrent states that cannot be followed; the message says why."""
+
+
 @dataclass(frozen=True)
 class StateCache:
     """One state of one layer. The owner of its table keeps `tensor` alive.
