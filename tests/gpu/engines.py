@@ -51,8 +51,8 @@ class EngineSpec:
     device how many drafts it verifies. dynamic: DYNAMIC drafts. flash: FlashAttention's
     version, if not vLLM's choice (3 on Hopper). executor: "" for vLLM's own, "ray", or
     "ray-compiled" (up to 0.32). windows: some layers have a sliding window, and a
-    KV-cache group of their own. seats: in mode stage, how many requests have shadow
-    blocks; 0 for all.
+    KV-cache group of their own. hybrid: some layers have recurrent state. seats: in
+    mode stage, how many requests have shadow blocks; 0 for all.
     """
 
     name: str
@@ -74,6 +74,7 @@ class EngineSpec:
     executor: str = ""
     runs_on: str = ""
     windows: bool = False
+    hybrid: bool = False
     seats: int = 0
     flash: int = 0
 
@@ -88,6 +89,8 @@ class EngineSpec:
     @property
     def model(self) -> str:
         """The target's folder of models.yml."""
+        if self.hybrid:
+            return "hybrid"
         return "mla" if self.is_mla else "gemma3" if self.windows else "llama"
 
     @property
@@ -147,6 +150,10 @@ class EngineSpec:
             "tensor_parallel_size": self.tensor_parallel,
             "speculative_config": self._speculation(models),
         }
+        if self.hybrid:
+            # The prefill kernel that needs no FlashInfer; vLLM chooses the block size.
+            arguments["additional_config"] = {"gdn_prefill_backend": "triton"}
+            arguments |= {"enable_prefix_caching": False, "block_size": None}
         if self.flash:
             arguments["attention_config"] = {"flash_attn_version": self.flash}
         if self.executor:

@@ -61,6 +61,8 @@ PASSES = {
     "taken": ("poison", True),
     "nan": ("nan", False),
 }
+STATE_ROWS = ("batch 1", "batch 8", "batch 64", "seeded sampling", "aborts")
+STATE_ROWS += ("chunked prefill", "structured output")
 FILLED_ROWS = ("batch 8", "seeded sampling", "prefix caching", "chunked prefill")
 
 
@@ -227,6 +229,24 @@ def audit(spec: EngineSpec, models: Path, report: Report) -> None:
     ):
         found = run(batch_8(spec))
     report.save(flipped=flipped, found=found)
+
+
+def states(spec: EngineSpec, models: Path, report: Report) -> None:
+    """The audit's findings in rows of a hybrid model, then in one in which the states
+    of a request and layer are lost between two steps."""
+    engine = Engine(spec, models, report)
+
+    def run(row: Row) -> list[Any]:
+        engine.run(row)
+        return engine.rpc("test_audit")
+
+    report.save_rows("clean", [r for r in rows(spec) if r.name in STATE_ROWS], run)
+    lost: list[Any] = []
+    with engine.before_step(
+        FLIP_BEFORE_STEP, lambda: lost.extend(engine.rpc("test_lose_state"))
+    ):
+        found = run(batch_8(spec))
+    report.save(lost=lost, found=found)
 
 
 def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:

@@ -21,11 +21,13 @@ AUDIT = {
 }
 ENGINES = engines_of("matrix", "parallel")
 SLEEPERS, CELLS = engines_of("sleep"), engines_of("corrupting")
+HYBRIDS = engines_of("states")
 FAULTY, MENDED = "faulty", "mended"
 
 
 def entries(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
-    keys = ("clean", "flipped", "found", "audit", "differences", "is_faulty", "cached")
+    keys = ("clean", "flipped", "lost", "found", "audit")
+    keys += ("differences", "is_faulty", "cached")
     return {
         spec.name if state == ON else f"{spec.name}-{state}": run.entry(
             *(key for key in keys if key in run.report)
@@ -51,6 +53,7 @@ def faulty_and_mended(pool: Pool, spec: EngineSpec) -> Chain:
 
 
 runs = audited("audit")
+hybrids = audited("states")
 sleeping = audited("sleep", num_jobs=1)  # as in test_sleep.py
 corrupting = engines_fixture("audit", faulty_and_mended, entries, COMMAND)
 
@@ -93,6 +96,23 @@ def test_an_engine_that_sleeps_has_no_findings(sleeping, engine):
     assert set(report) > set(PHASES)
     assert findings(report["audit"]) == []
     check_looks(report["audit"])
+
+
+@HYBRIDS
+def test_recurrent_states(hybrids, engine):
+    """Silent while they are right; states that are lost are found in the next step."""
+    report = hybrids[engine][ON].whole()
+    for row, looks in report["clean"].items():
+        assert findings(looks) == [], row
+    (look,), (lost,) = report["found"], report["lost"]
+    num_compared, num_unknown = look["states"]
+    assert num_compared > 10_000
+    assert num_unknown == 0
+    (found,) = look["findings"]
+    assert (found["kind"], found["state"]) == ("changed_state", "temporal")
+    assert (found["layer"], found["group"]) == (lost["layer"], lost["group"])
+    assert found["num_layers"] == 1
+    assert found["owner"].startswith("eight/")
 
 
 @CELLS

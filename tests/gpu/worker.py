@@ -14,6 +14,7 @@ from tests.gpu.engines import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from tests.helpers.byte_map import allocation
 from tests.helpers.oracle import Memory
 from tests.helpers.runner_probe import (
+    block_tables,
     cache_layers,
     manager_of,
     observer_of,
@@ -144,16 +145,27 @@ class GpuTestExtension(OracleExtension):
     def test_audit(self) -> dict[str, Any]:
         """The audit's findings so far, and how much it compared."""
         state = observer_of(self.model_runner, "audit")
-        groups = state.audit.groups
+        groups, states = state.audit.groups, state.audit.states
         return {
             "findings": [asdict(finding) for finding in state.findings.last],
             "totals": dict(state.audit.totals()),
+            "states": [] if states is None else states.totals.tolist(),
             "bytes": state.audit.num_bytes,
             "is_reserved": state.storage is not None,
             "pools": [
                 pool_tag(t.data_ptr()) for g in groups for t in g.tensors.values()
             ],
         }
+
+    def test_lose_state(self) -> dict[str, Any]:
+        """Zeroes the temporal states of the batch's first request in the second layer
+        that has some; returns which one that is. (Groups share memory.)"""
+        runner = self.model_runner
+        name, _, gid = observer_of(runner, "audit").audit.states.layers[3]
+        layer = runner.compilation_config.static_forward_context[name]
+        blocks = block_tables(runner)[gid][0, :5].long()
+        layer.kv_cache[1][blocks] = 0
+        return {"layer": name, "group": gid}
 
     def test_layouts(self) -> list[dict[str, Any]]:
         """`judge_layout` of each target layer."""
