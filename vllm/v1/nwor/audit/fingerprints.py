@@ -49,11 +49,13 @@ class Fingerprints:
         if weights is None:
             return None
         if weights.num_looks != self._num_looks:
+            is_first = self._num_looks < 0
             self._num_looks, self._first = weights.num_looks, step
-            table = torch.tensor(weights.addresses(self._device), dtype=torch.int64)
-            if self._device.type == "cuda":
-                table = table.pin_memory()
-            self._table = table.to(self._device, non_blocking=True)
+            if is_first or weights.have_moved():
+                table = torch.tensor(weights.addresses(self._device), dtype=torch.int64)
+                if self._device.type == "cuda":
+                    table = table.pin_memory()
+                self._table = table.to(self._device, non_blocking=True)
         elif step % EVERY:
             return None
         elif weights.have_moved():
