@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.environment import subprocess_env
 from vllm_nwor.audit.faults import FAULTS, Expected
-from vllm_nwor.audit.findings import CLASSES, Finding, Writer
+from vllm_nwor.audit.findings import CLASSES, OF_STATES, Finding, Writer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -33,7 +33,8 @@ def test_the_selftest_finds_every_planted_fault():
     passed = re.findall(r"^ok   (\w+)", done.stdout, re.MULTILINE)
     assert passed == ["clean", *(fault.__name__ for fault in FAULTS)]
     kinds = set(re.findall(r"^     (\w+): ", done.stdout, re.MULTILINE))
-    assert kinds == set(CLASSES)
+    # Its engine has no recurrent states; tests/integration/test_states.py plants those.
+    assert kinds == set(CLASSES) - set(OF_STATES)
     end = r"^(\d+) steps; passed: (\d+) of (\d+) planted faults found; the ERROR lines "
     ((steps, *counts),) = re.findall(end, done.stdout, re.MULTILINE)
     assert int(steps) > 450

@@ -33,6 +33,7 @@ HOSTS = (
     "vllm.v1.engine.core_client",
     "vllm.lora.model_manager",
     "vllm.device_allocator.cumem",
+    "vllm.v1.worker.gpu.model_states.mamba_hybrid",
 )
 import vllm.envs, vllm.plugins
 from vllm.platforms import current_platform
