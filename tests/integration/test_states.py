@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.distributed import parallel_state
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
@@ -49,6 +50,9 @@ Fault = Callable[[Engine, Any], None]
 def no_amx() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        if parallel_state._TP is not None and parallel_state._EP is None:
+            # The first engine of this process had no experts.
+            patch.setattr(parallel_state, "_EP", parallel_state._TP)
         yield
 
 

@@ -24,7 +24,7 @@ from vllm_nwor.base.errors import NworError
 from vllm_nwor.base.payload import NOTHING
 from vllm_nwor.config import Mode, NworConfig, Strict
 from vllm_nwor.hooks import runner as hooks
-from vllm_nwor.hooks import runner_v1, runner_v2
+from vllm_nwor.hooks import runner_v1, runner_v2, states
 from vllm_nwor.metrics import GroupInfo
 from vllm_nwor.ops import COUNTER_COLUMNS
 from vllm_nwor.step import NumRejected, Observer, Undone
@@ -356,6 +356,17 @@ def test_the_audit_sees_tables_before_shadow_blocks_and_the_cache_after_commit(
     assert (payload is not None) is (num_drafts > 0)
 
 
+def forward_v1(wrapped, runner, args, kwargs):
+    context = SimpleNamespace(attn_metadata={})
+    with patch.object(runner_v1, "get_forward_context", lambda: context):
+        return runner_v1._model_forward(wrapped, runner, args, kwargs)
+
+
+def metadata_v2(wrapped, runner, args, kwargs):
+    model_state = SimpleNamespace(nwor_state=runner.nwor_state)
+    return states._prepare_attn(wrapped, model_state, args, kwargs)
+
+
 def hooks_of_a_step(is_v2, num_drafts):
     """A runner without observers, and its hooks in vLLM's order, as functions without
     arguments."""
@@ -369,6 +380,7 @@ def hooks_of_a_step(is_v2, num_drafts):
         found = None, None, int32(2, 1)
         inner = [
             (runner_v2._prepare_attn, lambda _: prepared, (runner.batch,)),
+            (metadata_v2, dict, ()),
             (runner_v2._sample, lambda *_: found, late),
         ]
     else:
@@ -377,7 +389,7 @@ def hooks_of_a_step(is_v2, num_drafts):
         drafts = runner.metadata if num_drafts else None
         inner = [
             (runner_v1._calc_spec_decode_metadata, lambda: drafts, ()),
-            (runner_v1._model_forward, lambda: None, ()),
+            (forward_v1, lambda: None, ()),
             (runner_v1._sample, lambda *_: sampled, (None, drafts)),
         ][0 if num_drafts else 1 :]  # without drafts vLLM has no such metadata
     outer = [
@@ -403,7 +415,7 @@ def named(name, calls, every_step=True):
 
 
 OF_A_STEP = (
-    *("step_started", "tables_final", "before_forward"),
+    *("step_started", "tables_final", "before_forward", "metadata_final"),
     *("sampled", "payload", "output_ready"),
 )
 
@@ -425,7 +437,8 @@ def test_observers_are_called_inwards_up_to_the_forward_and_outwards_after_it(
             hook()
 
         is_built = every_step or num_drafts
-        built = () if is_built else ("tables_final", "before_forward", "sampled")
+        always = {"step_started", "payload", "output_ready"}
+        built = () if is_built else {*OF_A_STEP} - always
         assert calls == [
             (name, moment)
             for moment in OF_A_STEP
@@ -496,7 +509,10 @@ class Vanishing:
 def test_observers_that_another_thread_ends_during_a_hook_fail_no_step(is_v2):
     runner, step = hooks_of_a_step(is_v2, 3)
     for hook in step:
+        before = runner.nwor_state
         runner.nwor_state = vanishing = Vanishing()
+        # Of the Step that an earlier hook has made.
+        vanishing.step = getattr(before, "step", None)
         hook()
         assert vanishing.calls >= 1
 
