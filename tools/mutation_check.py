@@ -47,7 +47,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import environment  # noqa: E402
 from benchmarks.files import write_json, write_whole  # noqa: E402
 
-# Tests without an engine: a minute or two in all.
+# Tests without an engine, but for the last: two minutes or three in all.
 TESTS = (
     "tests/unit/test_draft_manager.py",
     "tests/unit/test_audit.py",
@@ -60,6 +60,7 @@ TESTS = (
     "tests/kernels/test_audit.py",
     "tests/simulation",
     "tests/unit/test_report.py",
+    "tests/integration/test_states.py",  # with engines; last
 )
 SELFTEST = ("-m vllm_nwor.audit --selftest",)
 CUDA_TESTS = ("tests/kernels/test_validation.py", "tests/kernels/test_transaction.py")

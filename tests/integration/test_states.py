@@ -355,3 +355,49 @@ def test_a_state_that_is_not_written_is_named(
     assert {one.layer for one in findings} == {LAYERS[1]}
     assert {one.state for one in findings} == {("conv", "temporal")[number]}
     assert len(findings) == len({one.owner for one in findings}) > 1
+
+
+def test_a_request_that_loses_its_state_is_named(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second chunk of a prompt is taken for a first one."""
+    forward = engine.runner._model_forward
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        for one in of_layers(get_forward_context().attn_metadata):
+            if one.has_initial_state is not None:
+                one.has_initial_state.zero_()
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(engine.runner, "_model_forward", failing)
+    requests = [Request("long", prompt(9, 300), 2)]
+    play(engine, no_drafts, {"long": requests[0].prompt}, requests)
+    findings = found(engine)
+    assert {(one.kind, one.state) for one in findings} == {
+        ("state_lost", "conv"),
+        ("state_lost", "temporal"),
+    }
+    assert {(one.position, one.num_layers) for one in findings} == {(256, 3)}
+
+
+def test_a_single_state_with_rejected_drafts_in_it_is_named(
+    engine: Engine, truth: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metadata that takes windows for plain rows, which keep one state."""
+    read = engine.audit._read_states
+
+    def as_plain(metadata: Any) -> Any:
+        rows, kept = read(metadata)
+        is_window = rows[:, 0] > 0
+        rows[is_window, 4:6] = rows[is_window, 1:3]
+        rows[:, :4] = 0
+        return rows, kept
+
+    monkeypatch.setattr(engine.audit, "_read_states", as_plain)
+    play(engine, all_wrong, truth, REQUESTS[3:4])
+    findings = [one for one in engine.audit.findings.last if one.kind == "state_ahead"]
+    engine.audit.findings.last.clear()
+    engine.audit.audit.states.totals.zero_()
+    assert len(findings) > 20
+    # Four rejected drafts are in it.
+    assert {int(one.found) - int(one.expected) for one in findings} == {NUM_DRAFTS}
