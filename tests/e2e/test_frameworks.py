@@ -3,7 +3,7 @@
 a kept prefix cache does, and the framework's own sequence is no finding.
 
 `make frameworks` installs them next to the project's environment. Results go to
-frameworks.jsonl in the folder of NWOR_REACH_RESULTS.
+cases.jsonl in the folder of NWOR_REACH_RESULTS.
 """
 
 from __future__ import annotations
@@ -59,6 +59,6 @@ def test_an_update_is_found_only_with_the_prefix_cache_kept(name: str) -> None:
     assert len(found["routes"]) == len(found["named"]) == 2
     if folder := os.environ.get(FOLDER_VARIABLE):
         about = environment.describe("cpu", REPO)
-        key = {"framework": name, "vllm": records.vllm(about)}
+        key = {"framework": name, "vllm": records.vllm(about), "case": "frameworks"}
         line = {"key": key, **about, "command": "make frameworks", "found": found}
-        records.append(Path(folder) / "frameworks.jsonl", line)
+        records.append(Path(folder) / "cases.jsonl", line)

@@ -235,6 +235,28 @@ class Engine(Player, Observer):
             self.probe.observers = []
         return result
 
+    def take_findings(self) -> list[Any]:
+        """The audit's, since the last call."""
+        last = self.audit.findings.last
+        findings = list(last)
+        last.clear()
+        return findings
+
+    def ask(
+        self, name: str, text: Sequence[int], cached: int, lora: Any = None
+    ) -> list[int]:
+        """The answer to `text`, of which `cached` tokens are found."""
+        result = self.run([Request(name, tuple(text), 12, lora=lora)])
+        assert result.cached == {name: cached}
+        return result.tokens[name]
+
+    def ask_anew(self, text: Sequence[int], lora: Any = None) -> list[int]:
+        """The right answer; leaves no cached prefix."""
+        assert self.llm.reset_prefix_cache()
+        answer = self.ask("anew", text, 0, lora)
+        assert self.llm.reset_prefix_cache()
+        return answer
+
     def committed(self, step: Step) -> None:
         """Aborts the requests of this step with `abort_during`."""
         running = self.runner.input_batch.req_ids

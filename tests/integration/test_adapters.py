@@ -97,30 +97,16 @@ def ask(
     cached: int = NUM_CACHED,
     text: Sequence[int] = TEXT,
 ) -> list[int]:
-    """The answer to `text`, of which `cached` tokens are found."""
-    result = engine.run([Request(name, tuple(text), 12, lora=adapter)])
-    assert result.cached == {name: cached}
-    return result.tokens[name]
+    return engine.ask(name, text, cached, adapter)
 
 
 def ask_anew(engine: Engine, adapter: LoRARequest) -> list[int]:
-    """The right answer; leaves no cached prefix."""
-    assert engine.llm.reset_prefix_cache()
-    answer = ask(engine, "anew", adapter, cached=0)
-    assert engine.llm.reset_prefix_cache()
-    return answer
-
-
-def found(engine: Engine) -> list[Finding]:
-    """The findings since the last call."""
-    findings = list(engine.audit.findings.last)
-    engine.audit.findings.last.clear()
-    return findings
+    return engine.ask_anew(TEXT, adapter)
 
 
 def check_found(engine: Engine, reader: str, writer: str, kind: str) -> list[Finding]:
     """The findings since the last call are of the two blocks that `reader` found."""
-    findings = found(engine)
+    findings = engine.take_findings()
     assert [
         (
             f.kind,
@@ -209,7 +195,7 @@ def check_way(engine: Engine, adapters: Adapters, way: Way) -> None:
     before = ask(engine, "first", adapter, cached=0)
     way(engine, adapters, adapter, seed)
     assert ask(engine, "same bytes", adapter) == before
-    assert found(engine) == []
+    assert engine.take_findings() == []
     way(engine, adapters, adapter, next(new_seeds))
     answer = ask(engine, "second", adapter)
     written, present = check_stale(engine, "second", "first")
@@ -223,7 +209,7 @@ def check_way(engine: Engine, adapters: Adapters, way: Way) -> None:
     assert answer != right
     assert ask(engine, "third", adapter, cached=0) == right
     assert ask(engine, "fourth", adapter) == right
-    assert found(engine) == []
+    assert engine.take_findings() == []
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -246,14 +232,14 @@ def test_an_adapter_that_is_read_in_every_step(
     adapter = adapters.new(load_inplace=True)
     before = ask(engine, "first", adapter, cached=0)
     assert ask(engine, "same bytes", adapter) == before
-    assert found(engine) == []
+    assert engine.take_findings() == []
     adapters.write(Path(adapter.lora_path), next(new_seeds))
     answer = ask(engine, "second", adapter)
     check_stale(engine, "second", "first")
     right = ask_anew(engine, adapter)
     assert before != right
     assert answer != right
-    assert found(engine) == []
+    assert engine.take_findings() == []
 
 
 def test_changes_are_counted(
@@ -304,7 +290,7 @@ def test_two_numbers_of_one_name(
     if is_bare and not is_same:
         findings = check_found(engine, "second", "first", "wrong_prefix")
         assert findings[0].weights is None
-    assert found(engine) == []
+    assert engine.take_findings() == []
     assert (ask_anew(engine, one) == first, ask_anew(engine, two) == first) == (
         True,
         is_same,
@@ -332,7 +318,10 @@ def test_when_an_adapter_is_loaded(
     ]
     assert engine.run(requests).cached == dict.fromkeys(("second", "third"), NUM_CACHED)
     assert reseed.call_count == ("no speculation" not in kind)
-    readers = [(f.kind, f.position, request_name(f.owner or "")) for f in found(engine)]
+    readers = [
+        (f.kind, f.position, request_name(f.owner or ""))
+        for f in engine.take_findings()
+    ]
     assert readers == [
         ("stale_weights", BLOCK_SIZE * n, reader)
         for reader in ("second", "third")
@@ -356,7 +345,7 @@ def test_the_same_adapter_loaded_behind_the_plan(
     result = engine.run(requests)
     assert result.tokens["again"] == first
     assert result.cached["again"] == NUM_CACHED
-    assert found(engine) == []
+    assert engine.take_findings() == []
 
 
 def test_the_model_changes_under_an_adapter(engine: Engine, adapters: Adapters) -> None:
@@ -395,7 +384,7 @@ def test_a_content_that_comes_back(engine: Engine, adapters: Adapters) -> None:
     written, present = check_stale(engine, "wrong", "own")
     in_place(engine, adapters, adapter, seeds[0])
     assert ask(engine, "own again", adapter) == own
-    assert found(engine) == []
+    assert engine.take_findings() == []
     assert ask(engine, "wrong again", adapter, text=text) != others
     assert check_stale(engine, "wrong again", "other") == (present, written)
 
@@ -421,18 +410,18 @@ def test_a_request_in_flight_across_a_change(
     answer = run_until(engine, flight, is_there, change).tokens["flight"]
     assert answer != unchanged
     assert answer[:4] == unchanged[:4]
-    assert found(engine) == []
+    assert engine.take_findings() == []
     in_place(engine, adapters, adapter, seed)
     text = (*FLIGHT, *answer[:30])
     wrong = ask(engine, "later", adapter, BLOCK_SIZE * 3, text)
-    findings = found(engine)
+    findings = engine.take_findings()
     assert [(f.kind, f.position) for f in findings] == [
         ("stale_weights", BLOCK_SIZE * n) for n in range(3)
     ]
     assert engine.llm.reset_prefix_cache()
     assert ask(engine, "right", adapter, 0, text) != wrong
     assert ask(engine, "right again", adapter, BLOCK_SIZE * 3, text) != wrong
-    assert found(engine) == []
+    assert engine.take_findings() == []
 
 
 # --- no false alarm -------------------------------------------------------------------
@@ -462,7 +451,7 @@ def many(engine: Engine, adapters: Adapters, num_steps: int, seconds: float) -> 
             again = draw.choice(known)
             engine.llm.remove_lora(again.lora_int_id)
         num_done += len(engine.run(requests).steps)
-        assert found(engine) == []
+        assert engine.take_findings() == []
     return num_done
 
 

@@ -139,9 +139,7 @@ def found(engine: Engine) -> list[Finding]:
     totals = engine.audit.audit.states.totals
     assert totals[0] > 0 == totals[1]
     totals.zero_()
-    findings = list(engine.audit.findings.last)
-    engine.audit.findings.last.clear()
-    return findings
+    return engine.take_findings()
 
 
 # --- silence --------------------------------------------------------------------------
@@ -246,6 +244,36 @@ def test_a_prompt_of_one_token_that_reads_anothers_state_is_named(
 # --- planted faults -------------------------------------------------------------------
 
 
+def replace_forward(
+    engine: Engine, patch: pytest.MonkeyPatch, act: Callable[[int, Any], Any]
+) -> list[int]:
+    """Calls act(number, forward) in place of each forward, the first being 1. Returns
+    the audit's steps, which grow as they run."""
+    forward = engine.runner._model_forward
+    steps: list[int] = []
+
+    def replacing(*args: Any, **kwargs: Any) -> Any:
+        steps.append(engine.audit.audit.step)
+        return act(len(steps), functools.partial(forward, *args, **kwargs))
+
+    patch.setattr(engine.runner, "_model_forward", replacing)
+    return steps
+
+
+def unwritten(engine: Engine, number: int, forward: Any) -> Any:
+    """A forward after which the states of that number in the second layer are as
+    before. Groups share memory, and no block."""
+    metadata = of_layers(get_forward_context().attn_metadata)[1]
+    blocks = metadata.spec_state_indices_tensor
+    if blocks is None:
+        blocks = metadata.non_spec_state_indices_tensor
+    cache = caches(engine, 1)[number]
+    before = cache.clone()
+    result = forward()
+    cache[blocks.long()] = before[blocks.long()]
+    return result
+
+
 def of_layers(metadata: Any) -> list[Any]:
     return [metadata[name] for name in LAYERS]
 
@@ -300,16 +328,13 @@ def test_a_fault_is_named(
     fault: Fault,
 ) -> None:
     """In the step in which it happens."""
-    forward = engine.runner._model_forward
-    steps: list[int] = []
 
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        steps.append(engine.audit.audit.step)
-        if len(steps) == AT_STEP:
+    def act(number: int, forward: Any) -> Any:
+        if number == AT_STEP:
             fault(engine, get_forward_context().attn_metadata)
-        return forward(*args, **kwargs)
+        return forward()
 
-    monkeypatch.setattr(engine.runner, "_model_forward", failing)
+    steps = replace_forward(engine, monkeypatch, act)
     play(engine, mixture_of_four, truth)
     kind, states, layers = FAULTS[fault]
     findings = [one for one in found(engine) if one.step == steps[AT_STEP - 1]]
@@ -334,22 +359,11 @@ def test_a_state_that_is_not_written_is_named(
     number: int,
 ) -> None:
     """All requests of the step, in that layer alone."""
-    forward = engine.runner._model_forward
-    steps: list[int] = []
 
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        steps.append(engine.audit.audit.step)
-        # Groups share memory, and no block.
-        metadata = of_layers(get_forward_context().attn_metadata)[1]
-        blocks = metadata.spec_state_indices_tensor
-        cache = caches(engine, 1)[number]
-        before = cache.clone()
-        result = forward(*args, **kwargs)
-        if len(steps) == AT_STEP:
-            cache[blocks.long()] = before[blocks.long()]
-        return result
+    def act(at: int, forward: Any) -> Any:
+        return unwritten(engine, number, forward) if at == AT_STEP else forward()
 
-    monkeypatch.setattr(engine.runner, "_model_forward", failing)
+    steps = replace_forward(engine, monkeypatch, act)
     play(engine, mixture_of_four, truth, REQUESTS[:4])
     findings = [one for one in found(engine) if one.step == steps[AT_STEP - 1]]
     assert {one.kind for one in findings} == {"state_not_written"}
@@ -362,15 +376,14 @@ def test_a_request_that_loses_its_state_is_named(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second chunk of a prompt is taken for a first one."""
-    forward = engine.runner._model_forward
 
-    def failing(*args: Any, **kwargs: Any) -> Any:
+    def act(number: int, forward: Any) -> Any:
         for one in of_layers(get_forward_context().attn_metadata):
             if one.has_initial_state is not None:
                 one.has_initial_state.zero_()
-        return forward(*args, **kwargs)
+        return forward()
 
-    monkeypatch.setattr(engine.runner, "_model_forward", failing)
+    replace_forward(engine, monkeypatch, act)
     requests = [Request("long", prompt(9, 300), 2)]
     play(engine, no_drafts, {"long": requests[0].prompt}, requests)
     findings = found(engine)
@@ -409,21 +422,12 @@ def test_nothing_follows_from_the_same_token_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """It may give the same bits: a state that was not written is then not named."""
-    forward = engine.runner._model_forward
-    steps: list[int] = []
 
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        steps.append(engine.audit.audit.step)
-        cache = caches(engine, 1)[number]
-        blocks = of_layers(get_forward_context().attn_metadata)[1]
-        blocks = blocks.non_spec_state_indices_tensor
-        before = cache.clone()
-        result = forward(*args, **kwargs)
-        if len(steps) == 2:  # the second chunk of the prompt
-            cache[blocks.long()] = before[blocks.long()]
-        return result
+    def act(at: int, forward: Any) -> Any:
+        # The second chunk of the prompt.
+        return unwritten(engine, number, forward) if at == 2 else forward()
 
-    monkeypatch.setattr(engine.runner, "_model_forward", failing)
+    replace_forward(engine, monkeypatch, act)
     requests = [Request("same", (7,) * 300, 1)]
     play(engine, no_drafts, {"same": requests[0].prompt}, requests)
     assert found(engine) == []

@@ -40,7 +40,7 @@ from tests.helpers.runner_probe import request_name
 from tests.integration.test_byte_oracle import EVERYTHING
 from vllm_nwor import Commit, on_commit
 from vllm_nwor.audit import fingerprints
-from vllm_nwor.audit.findings import LOST, AuditError, Finding
+from vllm_nwor.audit.findings import LOST, AuditError
 from vllm_nwor.config import NworConfig, NworConfigError
 from vllm_nwor.hooks import worker as worker_hooks
 from vllm_nwor.hooks.weights import START, START_DRAFT
@@ -247,25 +247,11 @@ of_each_kind = pytest.mark.parametrize("engine", KINDS, indirect=True)
 def ask(
     engine: Engine, name: str, text: Sequence[int] = TEXT, cached: int = NUM_CACHED
 ) -> list[int]:
-    """The answer to `text`, of which `cached` tokens are found."""
-    result = engine.run([Request(name, tuple(text), 12)])
-    assert result.cached == {name: cached}
-    return result.tokens[name]
+    return engine.ask(name, text, cached)
 
 
 def ask_anew(engine: Engine, text: Sequence[int] = TEXT) -> list[int]:
-    """The right answer; leaves no cached prefix."""
-    assert engine.llm.reset_prefix_cache()
-    answer = ask(engine, "anew", text, cached=0)
-    assert engine.llm.reset_prefix_cache()
-    return answer
-
-
-def found(engine: Engine) -> list[Finding]:
-    """The findings since the last call."""
-    findings = list(engine.audit.findings.last)
-    engine.audit.findings.last.clear()
-    return findings
+    return engine.ask_anew(text)
 
 
 def check_stale(
@@ -273,7 +259,7 @@ def check_stale(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The findings since the last call are those of `reader`, one for each of its first
     blocks, by these writers. Returns the weights that wrote, and the present ones."""
-    findings: list[Any] = found(engine)
+    findings: list[Any] = engine.take_findings()
     assert [
         (f.kind, f.position, request_name(f.owner), request_name(f.writer.request))
         for f in findings
@@ -326,7 +312,7 @@ def check_change(engine: Engine, change: Change) -> tuple[int, int]:
     assert answer != right
     assert ask(engine, "third", cached=0) == right
     assert ask(engine, "fourth") == right
-    assert found(engine) == []
+    assert engine.take_findings() == []
     assert engine.llm.reset_prefix_cache()
     return by_epochs
 
@@ -347,7 +333,7 @@ def test_each_route_is_a_new_epoch_only_with_new_bytes(
     answer = ask(engine, "first", cached=0)
     ROUTES[route](engine, 0)
     assert ask(engine, "second") == answer
-    assert found(engine) == []
+    assert engine.take_findings() == []
     written, present = check_change(engine, ROUTES[route])
     assert written < before + 1
     assert present == before + 1
@@ -360,7 +346,7 @@ def test_an_rpc_that_only_reads_is_no_new_epoch(engine: Engine) -> None:
     assert sums[0] != 0
     engine.llm.collective_rpc("check_health")
     assert ask(engine, "second") == answer
-    assert found(engine) == []
+    assert engine.take_findings() == []
     assert next_epoch(engine) == before + 1
 
 
@@ -375,12 +361,12 @@ def test_weights_that_come_back_have_their_epoch_again(engine: Engine) -> None:
     written, present = epochs(engine, "wrong", ["own"] * 2)
     reload_from_disk(engine, 0)
     assert ask(engine, "own again") == own
-    assert found(engine) == []
+    assert engine.take_findings() == []
     assert ask(engine, "wrong again", text) != others
     assert epochs(engine, "wrong again", ["other"] * 2) == (present, written)
     reload_from_disk(engine, other)
     assert ask(engine, "other again", text) == others
-    assert found(engine) == []
+    assert engine.take_findings() == []
 
 
 def write_in_process(engine: Engine, seed: int) -> None:
@@ -439,7 +425,7 @@ def test_writes_that_nothing_announces_are_found_some_steps_later(
     right = ask_anew(engine)
     assert before != right
     assert wrong != right
-    assert found(engine) == []
+    assert engine.take_findings() == []
 
 
 def test_a_write_that_nothing_announces_is_not_seen_at_once(engine: Engine) -> None:
@@ -450,7 +436,7 @@ def test_a_write_that_nothing_announces_is_not_seen_at_once(engine: Engine) -> N
     write(model_of(engine), next(new_seeds))
     seen, wrong = fingerprint.seen, ask(engine, "second")
     assert fingerprint.seen == seen
-    assert found(engine) == []
+    assert engine.take_findings() == []
     right = ask_anew(engine)
     assert before != right
     assert wrong != right
@@ -533,7 +519,7 @@ def test_weights_that_wake_up_count_by_what_they_hold(
         assert answer != ask_anew(engine)
     else:
         assert answer == before
-        assert found(engine) == []
+        assert engine.take_findings() == []
 
 
 def test_hits_on_what_a_sleep_dropped_are_found(
@@ -560,13 +546,13 @@ def test_hits_on_what_a_sleep_dropped_are_found(
     sleep_and_wake_up()
     wrong = ask(engine, "second")
     assert [(f.kind, f.position, request_name(f.writer.request), f.found)
-            for f in found(engine)] == [
+            for f in engine.take_findings()] == [
         ("wrong_prefix", BLOCK_SIZE * n, "first", LOST) for n in range(2)
     ]  # fmt: skip
     assert wrong != before
     sleep_and_wake_up()
     assert ask_anew(engine) == before
-    assert found(engine) == []
+    assert engine.take_findings() == []
 
 
 # --- updates in parts, labels ---------------------------------------------------------
@@ -597,7 +583,7 @@ def test_findings_have_vllms_labels(engine: Engine) -> None:
     answer = ask(engine, "first", cached=0)
     engine.llm.set_weight_version("version 2")
     assert ask(engine, "same weights") == answer
-    assert found(engine) == []
+    assert engine.take_findings() == []
     write_by_rpc(engine, next(new_seeds))
     engine.llm.set_weight_version("version 3")
     assert ask(engine, "second") != answer
@@ -648,7 +634,7 @@ def fly(engine: Engine, act: Callable[[], Any]) -> tuple[Result, list[int]]:
         return position > len(TEXT)
 
     result = run_until(engine, requests, is_there, act)
-    assert found(engine) == []
+    assert engine.take_findings() == []
     answer, num = result.tokens["flight"], position - len(TEXT)
     assert 0 < num < BLOCK_SIZE - len(TEXT) % BLOCK_SIZE
     assert (answer[:num], answer != unchanged) == (unchanged[:num], True)
@@ -679,7 +665,7 @@ def test_requests_in_flight_are_not_found_but_their_blocks_are(
     assert epochs(engine, "behind", ["flight"] * 4) == by_epochs
     assert by_epochs[0] < by_epochs[1]
     assert ask_anew(engine) != wrong
-    assert found(engine) == []
+    assert engine.take_findings() == []
 
 
 @of_each_kind
@@ -722,7 +708,7 @@ def test_a_requests_versions_are_those_that_computed_its_positions(
     text = (*TEXT, *answer)
     ask(engine, "behind", text, cached=4 * BLOCK_SIZE)
     assert runs("behind") == [(old, 0, change), (new, change, len(text) + 11)]
-    found(engine)
+    engine.take_findings()
     ask_anew(engine)
     assert runs("anew") == [(new, 0, len(TEXT) + 11)]
 
@@ -783,7 +769,7 @@ def test_requests_computed_anew_after_a_reset_are_of_the_new_weights(
     assert max(computed[1:]) > len(TEXT)
     text = (*TEXT, *answer)
     later = ask(engine, "later", text, cached=4 * BLOCK_SIZE)
-    assert found(engine) == []
+    assert engine.take_findings() == []
     assert ask_anew(engine, text) == later
 
 
@@ -841,12 +827,12 @@ def test_weights_may_change_while_drafts_are_in_flight(engine: Engine) -> None:
     change = functools.partial(write_by_rpc, engine, seeds[1])
     result = run_until(engine, requests, has_drafts, change)
     assert result.tokens["flight"] != unchanged
-    assert found(engine) == []
+    assert engine.take_findings() == []
     wrong = ask(engine, "later", text, cached=3 * BLOCK_SIZE)
     written, present = epochs(engine, "later", ["flight"] * 3)
     assert written < present
     assert ask_anew(engine, text) != wrong
-    assert found(engine) == []
+    assert engine.take_findings() == []
 
 
 # --- reactions ------------------------------------------------------------------------
@@ -873,7 +859,7 @@ def test_accepted_hits_are_only_counted() -> None:
         write_by_rpc(engine, next(new_seeds))
         wrong = ask(engine, "second")
     assert [line for line in lines if line.startswith("ERROR")] == []
-    assert found(engine) == []
+    assert engine.take_findings() == []
     assert engine.audit.findings.counts["stale_weights"] == 2
     right = ask_anew(engine)
     assert before != right
@@ -909,12 +895,12 @@ def test_scales_of_the_kv_cache_are_weights() -> None:
     before = ask(engine, "first", cached=0)
     scale(1.0)
     assert ask(engine, "same") == before
-    assert found(engine) == []
+    assert engine.take_findings() == []
     scale(4.0)
     wrong = ask(engine, "second")
     assert epochs(engine, "second", ["first"] * 2) == (0, 1)
     assert ask_anew(engine) != wrong
-    assert found(engine) == []
+    assert engine.take_findings() == []
 
 
 def test_an_update_of_the_drafter_is_no_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -939,7 +925,7 @@ def test_an_update_of_the_drafter_is_no_epoch(monkeypatch: pytest.MonkeyPatch) -
     result = engine.run([Request("second", TEXT, 12)])
     assert result.cached == {"second": NUM_CACHED}
     assert result.tokens["second"] == answer
-    assert found(engine) == []
+    assert engine.take_findings() == []
     reload_from_disk(engine, next(new_seeds))
     ask(engine, "third")
     assert epochs(engine, "third", ["first"] * 2) == (0, 1)
@@ -984,7 +970,7 @@ def test_each_announced_change_counts_where_weights_cannot_be_read(
     answer = ask(engine, "first", cached=0)
     engine.llm.collective_rpc("check_health")
     assert ask(engine, "second") == answer
-    assert found(engine) == []
+    assert engine.take_findings() == []
     reload_from_disk(engine, 0)
     assert ask(engine, "third") == answer
     written, present = epochs(engine, "third", ["first"] * 2)

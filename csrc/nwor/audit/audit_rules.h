@@ -218,6 +218,23 @@ NWOR_RULE void each_request(Team& team, const AuditStep& args, const Visit& visi
   }
 }
 
+// How many of a request's rows are kept, of a pass with cu_num_logits and acceptance.
+template <typename Team, typename Pass>
+NWOR_RULE int64_t num_kept_of(Team& team, const Pass& pass, const Rows& rows) {
+  const int64_t r = rows.request, num_rows = rows.end - rows.begin;
+  if (pass.cu_num_logits == nullptr) {
+    return num_rows;
+  }
+  const int64_t num_drafts =
+      pass.cu_num_logits[r] - (r == 0 ? 0 : pass.cu_num_logits[r - 1]) - 1;
+  if (num_drafts <= 0) {
+    return num_rows;
+  }
+  const int64_t num_accepted =
+      least(team.num_accepted(pass.acceptance, r, num_drafts), num_drafts);
+  return num_rows - num_drafts + (num_accepted > 0 ? num_accepted : 0);
+}
+
 // Adds a request to the batch.
 struct SeatRequest : AuditSeatArgs {
   template <typename Team>
@@ -378,18 +395,8 @@ struct KeepRequests : AuditResolveArgs {
   template <typename Team>
   NWOR_RULE void operator()(Team& team) const {
     each_request(team, *this, [&](const Rows& rows) {
-      const int64_t r = rows.request;
-      const bool is_undone = is_window_undone(r);
-      int64_t kept_end = rows.end;
-      if (cu_num_logits != nullptr) {
-        const int64_t num_drafts =
-            cu_num_logits[r] - (r == 0 ? 0 : cu_num_logits[r - 1]) - 1;
-        if (num_drafts > 0) {
-          const int64_t num_kept =
-              least(team.num_accepted(acceptance, r, num_drafts), num_drafts);
-          kept_end += (num_kept > 0 ? num_kept : 0) - num_drafts;
-        }
-      }
+      const bool is_undone = is_window_undone(rows.request);
+      const int64_t kept_end = rows.begin + num_kept_of(team, *this, rows);
       for (int64_t i = rows.begin + team.index(); i < rows.end; i += team.size()) {
         const SlotState state = i < kept_end ? kSlotCommitted
                                 : is_undone  ? kSlotUndone

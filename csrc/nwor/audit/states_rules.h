@@ -111,12 +111,26 @@ struct StatesPass : StatesArgs {
     return {false, has, 0, index};
   }
 
+  // A request's place in each group. Returns the team's room for verdicts, one for each
+  // state.
+  template <typename Team>
+  NWOR_RULE Verdict* find(Team& team, const Rows& rows, Place* places) const {
+    for (int64_t g = 0; g < num_groups; ++g) {
+      places[g] = place_of(team, metadata[g], rows.request);
+    }
+    constexpr auto kWords = static_cast<int64_t>(sizeof(Verdict) / sizeof(int64_t));
+    return reinterpret_cast<Verdict*>(team.room(num_states * kWords));
+  }
+
   // The block with a request's column number `column`, or -1.
   NWOR_RULE int64_t block_of(const StateMetadata& of, const Place& place,
                              int64_t column) const {
-    const int64_t block =
-        place.is_window ? of.window_blocks[place.index * of.window_stride + column]
-                        : of.blocks[place.index * of.block_stride];
+    int64_t block = -1;
+    if (place.is_window) {
+      block = of.window_blocks[place.index * of.window_stride + column];
+    } else if (of.blocks != nullptr) {
+      block = of.blocks[place.index * of.block_stride];
+    }
     return block > 0 && block < num_state_blocks ? block : -1;
   }
 
@@ -159,12 +173,8 @@ struct ReadStates : StatesPass {
       if (rows.begin == rows.end) {
         return;
       }
-      auto* const verdicts = reinterpret_cast<Verdict*>(
-          team.room(num_states * static_cast<int64_t>(sizeof(Verdict) / 8)));
       Place places[kMaxStateGroups];
-      for (int64_t g = 0; g < num_groups; ++g) {
-        places[g] = place_of(team, metadata[g], rows.request);
-      }
+      Verdict* const verdicts = find(team, rows, places);
       const int64_t start = plan[rows.begin].position;
       uint64_t num_found = 0;
       for (int64_t s = team.warp(); s < num_states; s += team.num_warps()) {
@@ -278,28 +288,15 @@ struct WrittenStates : StatesPass {
   template <typename Team>
   NWOR_RULE void operator()(Team& team) const {
     each_request(team, *this, [&](const Rows& rows) {
-      const int64_t r = rows.request, q = rows.end - rows.begin;
+      const int64_t q = rows.end - rows.begin;
       if (q == 0) {
         return;
       }
-      auto* const verdicts = reinterpret_cast<Verdict*>(
-          team.room(num_states * static_cast<int64_t>(sizeof(Verdict) / 8)));
       Place places[kMaxStateGroups];
-      for (int64_t g = 0; g < num_groups; ++g) {
-        places[g] = place_of(team, metadata[g], r);
-      }
-      int64_t num_kept = q;
-      if (cu_num_logits != nullptr) {
-        const int64_t num_drafts =
-            cu_num_logits[r] - (r == 0 ? 0 : cu_num_logits[r - 1]) - 1;
-        if (num_drafts > 0) {
-          const int64_t num =
-              least(team.num_accepted(acceptance, r, num_drafts), num_drafts);
-          num_kept += (num > 0 ? num : 0) - num_drafts;
-        }
-      }
-      // A request keeps the first token of its window in any case.
-      num_kept = num_kept < 1 ? 1 : num_kept;
+      Verdict* const verdicts = find(team, rows, places);
+      const int64_t in_step = num_kept_of(team, *this, rows);
+      // A window keeps its first token in any case.
+      const int64_t num_kept = in_step < 1 ? 1 : in_step;
       const int64_t start = plan[rows.begin].position;
       uint64_t num_found = 0;
       for (int64_t s = team.warp(); s < num_states; s += team.num_warps()) {
@@ -336,7 +333,7 @@ struct WrittenStates : StatesPass {
     const StateMetadata& of = metadata[state.group];
     const uint64_t* const before = scratch_of(rows.request, s);
     const int64_t q = rows.end - rows.begin;
-    const int64_t kept = place.is_window ? num_kept - 1 : 0;
+    const int64_t kept = place.is_window ? least(num_kept, max_columns) - 1 : 0;
     const int32_t token =
         plan[place.is_window ? rows.begin + kept : rows.end - 1].token;
     const StateSeat& seat = state_seats[rows.seat];

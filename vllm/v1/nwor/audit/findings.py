@@ -80,6 +80,10 @@ class Finding:
     stale_weights: number ("epoch") and label of those that wrote the block ("written")
     and of those that the request is computed with ("present"), each with the LoRA
     adapter: its name and its content, a digest, or None.
+
+    state, column: only of recurrent states: temporal or conv, and the column that was
+    read or written, in `block`, which has no slots. expected, found: how many tokens
+    are in the state.
     """
 
     kind: str
@@ -263,14 +267,15 @@ class Outbox:
                 return False
             arrival.synchronize()
         self._on_their_way.popleft()
-        *_, fingerprint, step = tables[0][0].tolist()
+        headers = [table[0].tolist() for table in tables]
+        *_, fingerprint, step = headers[0]
         if step > self._fingerprints.seen:
             self._fingerprints.arrived(fingerprint, step)
         found = self._found
         found.num_steps += 1
-        groups = zip(self._groups, self._totals, tables, strict=True)
-        for group, totals, table in groups:
-            before, totals[:] = tuple(totals), table[0, :2].tolist()
+        groups = zip(self._groups, self._totals, tables, headers, strict=True)
+        for group, totals, table, header in groups:
+            before, totals[:] = tuple(totals), header[:2]
             count = totals[0] - before[0]
             found.num_unverified += totals[1] - before[1]
             found.num_lost += max(count - MAX_KEPT, 0)

@@ -238,7 +238,7 @@ class Audit:
             self._ops.audit_snapshot(group.tables, again)
 
     def forget_cache(self) -> None:
-        """Restarts with a cache that nobody has written."""
+        """Forgets what the cache holds, as if no step had written to it."""
         for group in self.groups:
             group.forget_cache()
 

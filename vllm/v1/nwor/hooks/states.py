@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1 import kv_cache_interface as kv
 
@@ -22,6 +23,8 @@ from .ledger import STATE_METADATA
 
 # Of vLLM's metadata for layers with recurrent state, the followed kind.
 FOLLOWED = "GDNAttentionMetadata"
+# Of StateMetadata of csrc/nwor/audit/states.h.
+NUM_COLUMNS = 8
 
 
 def install(module: ModuleType) -> None:
@@ -91,10 +94,12 @@ class StateMetadata:
 
     def __init__(self, layers: Sequence[str]) -> None:
         self._layers = tuple(layers)
+        self._rows = np.zeros((len(layers), NUM_COLUMNS), dtype=np.int64)
+        self._tensor = torch.from_numpy(self._rows)
 
     def read(self, of_layers: Any) -> tuple[torch.Tensor, Any]:
         """StateMetadata of csrc/nwor/audit/states.h for each group, [num_groups, 8]
-        int64, cpu, and what keeps its addresses alive.
+        int64, cpu, valid until the next call, and what keeps its addresses alive.
 
         of_layers: vLLM's metadata by layer.
 
@@ -105,7 +110,9 @@ class StateMetadata:
             kind = type(of_layers).__name__
             raise StatesRefused(f"attention metadata is a {kind}, expected a dict")
         found = [of_layers[name] for name in self._layers]
-        return torch.tensor([_columns(one) for one in found]), found
+        for row, one in enumerate(found):
+            self._rows[row] = _columns(one)
+        return self._tensor, found
 
 
 def _columns(metadata: Any) -> tuple[int, ...]:
