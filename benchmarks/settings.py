@@ -181,6 +181,9 @@ def engine_arguments(
         needed = prompt + options.max_tokens + options.num_speculative_tokens
         arguments |= {"load_format": "dummy", "skip_tokenizer_init": True}
         arguments["max_model_len"] = -(-needed // 256) * 256
+        if SHAPES[target.label.removeprefix(SHAPE)]["model_type"] == "qwen3_next":
+            # The prefill kernel of gated delta nets that needs no FlashInfer.
+            arguments["additional_config"] = {"gdn_prefill_backend": "triton"}
     return arguments
 
 

@@ -81,8 +81,9 @@ class Pool:
 
     num_jobs = 6
     limit_s = 240.0
-    # vLLM's wheel has FlashAttention 2 as PTX, which the driver compiles (5 minutes).
-    flash_2_limit_s = 480.0
+    # vLLM's wheel has FlashAttention 2 as PTX, which the driver compiles (5 minutes);
+    # kernels of recurrent layers are compiled by Triton.
+    compiling_limit_s = 480.0
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -116,7 +117,8 @@ class Pool:
         ):
             status: int | None = None
             with contextlib.suppress(subprocess.TimeoutExpired):
-                limit = self.flash_2_limit_s if spec.flash == 2 else self.limit_s
+                compiles = spec.flash == 2 or spec.hybrid
+                limit = self.compiling_limit_s if compiles else self.limit_s
                 status = process.wait(limit)
             with contextlib.suppress(ProcessLookupError):  # no process is left
                 os.killpg(process.pid, signal.SIGKILL)

@@ -27,11 +27,13 @@ from tests.gpu.rows import (
     PHASES,
     SLEEP_ROWS,
     Row,
+    as_long_as_windows,
     batch_8,
     offloaded,
     prompt,
     rows,
     rows_of,
+    taken_for_windows,
 )
 from tests.gpu.weights import refits, weights_cost  # noqa: F401 # jobs
 from tests.helpers.player import Request, moved_bytes, risen
@@ -232,8 +234,9 @@ def audit(spec: EngineSpec, models: Path, report: Report) -> None:
 
 
 def states(spec: EngineSpec, models: Path, report: Report) -> None:
-    """The audit's findings in rows of a hybrid model, then in one in which the states
-    of a request and layer are lost between two steps."""
+    """The audit's findings in rows of a hybrid model, in one in which the states of a
+    request and layer are lost between two steps, and in one whose prompts may be taken
+    for windows."""
     engine = Engine(spec, models, report)
 
     def run(row: Row) -> list[Any]:
@@ -247,6 +250,44 @@ def states(spec: EngineSpec, models: Path, report: Report) -> None:
     ):
         found = run(batch_8(spec))
     report.save(lost=lost, found=found)
+    outcome = engine.run(as_long_as_windows(spec))
+    taken = sorted(taken_for_windows(spec, outcome.batches))
+    report.save(taken=taken, named=named(engine), differences=differences(outcome))
+    if spec.tensor_parallel > 1:
+        engine.stop()
+
+
+def named(engine: Engine) -> list[list[str]]:
+    """Requests of the last row whose states the audit found wrong, by rank."""
+    looks = engine.rpc("test_audit")
+    owners = [{finding["owner"] for finding in look["findings"]} for look in looks]
+    return [sorted(o for o in of if not o.startswith("eight/")) for of in owners]
+
+
+def differences(outcome: Outcome) -> dict[str, float]:
+    """Of the logprobs of the first token, alone and beside another, by the prompt's
+    length."""
+    found = {}
+    for name in outcome.logprobs:
+        if name.startswith("alone/"):
+            other = name.replace("alone", "beside")
+            found[name.split("/")[1]] = largest_difference(
+                outcome, name, outcome, other
+            )
+    return found
+
+
+def largest_difference(
+    one: Outcome, name: str, other: Outcome, other_name: str
+) -> float:
+    """Of the logprobs of the first token, which depends on the prompt alone: among
+    common tokens."""
+    first, second = (
+        {token: value for token, value, _ in of.logprobs[its][0]}
+        for of, its in ((one, name), (other, other_name))
+    )
+    both = [abs(first[token] - second[token]) for token in first.keys() & second.keys()]
+    return max(both, default=float("inf"))
 
 
 def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
@@ -282,20 +323,14 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
         loaded = engine.run(Row("later", (later, filler)))  # loaded from the host
         computed = engine.run_again(Row("fresh", (fresh,)))
 
-    def first_logprobs(outcome: Outcome, name: str) -> dict[int, float]:
-        """Logprobs of the first token, which depends on the loaded text alone."""
-        return {token: value for token, value, _ in outcome.logprobs[name][0]}
-
-    differences = []
-    for request in later:  # the largest difference among common tokens
-        one = first_logprobs(loaded, request.name)
-        other = first_logprobs(computed, f"fresh/{request.name}")
-        both = [abs(one[token] - other[token]) for token in one.keys() & other.keys()]
-        differences.append(max(both, default=float("inf")))
+    found = [
+        largest_difference(loaded, request.name, computed, f"fresh/{request.name}")
+        for request in later
+    ]
     report.save(
         is_faulty=is_faulty,
         cached=[loaded.cached[request.name] for request in later],
-        differences=differences,
+        differences=found,
         audit=engine.rpc("test_audit"),
     )
 

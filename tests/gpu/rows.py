@@ -106,6 +106,40 @@ def offloaded() -> Row:
     return Row("offloaded", _returning("offload", 500, 500))
 
 
+def as_long_as_windows(spec: EngineSpec) -> Row:
+    """Prompts of about 1 + k tokens, alone and then beside a longer one; eight of 1 + k
+    together, alone and among windows."""
+    size = 1 + spec.num_drafts
+
+    def of(name: str, length: int, number: int, at: int = 0) -> Request:
+        tokens = prompt(f"window {length} {number}", length)
+        return Request(f"{name}/{length}/{number}", tokens, 12, at=at, params=_PLAIN)
+
+    lengths = range(size - 2, size + 3)
+    return Row(
+        "as long as windows",
+        (
+            *((of("alone", length, 0),) for length in lengths),
+            *((of("beside", n, 0), of("longer", 30, n)) for n in lengths),
+            tuple(of("together", size, number) for number in range(8)),
+            tuple(of("among", size, number, at=number) for number in range(8)),
+        ),
+    )
+
+
+def taken_for_windows(
+    spec: EngineSpec, batches: Sequence[Sequence[tuple[str, int]]]
+) -> set[str]:
+    """Requests whose prompt ran in a step in which all had 1 + k tokens."""
+    size, seen, found = 1 + spec.num_drafts, set[str](), set[str]()
+    for batch in batches:
+        names = {name for name, _ in batch}
+        if all(number == size for _, number in batch):
+            found |= names - seen
+        seen |= names
+    return found
+
+
 def _batch(
     name: str,
     size: int,

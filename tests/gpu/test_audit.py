@@ -21,12 +21,12 @@ AUDIT = {
 }
 ENGINES = engines_of("matrix", "parallel")
 SLEEPERS, CELLS = engines_of("sleep"), engines_of("corrupting")
-HYBRIDS = engines_of("states")
+HYBRIDS = engines_of("states", "states-parallel")
 FAULTY, MENDED = "faulty", "mended"
 
 
 def entries(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
-    keys = ("clean", "flipped", "lost", "found", "audit")
+    keys = ("clean", "flipped", "lost", "found", "audit", "taken", "named")
     keys += ("differences", "is_faulty", "cached")
     return {
         spec.name if state == ON else f"{spec.name}-{state}": run.entry(
@@ -104,16 +104,29 @@ def test_recurrent_states(hybrids, engine):
     report = hybrids[engine][ON].whole()
     for row, looks in report["clean"].items():
         assert findings(looks) == [], row
-    (look,), (lost,) = report["found"], report["lost"]
-    num_compared, num_unknown = look["states"]
-    # All rows have more than 200 steps, and there are six states.
-    assert num_compared > 6 * 200
-    assert num_unknown == 0
-    (found,) = look["findings"]
-    assert (found["kind"], found["state"]) == ("changed_state", "temporal")
-    assert (found["layer"], found["group"]) == (lost["layer"], lost["group"])
-    assert found["num_layers"] == 1
-    assert found["owner"].startswith("eight/")
+    for look, lost in zip(report["found"], report["lost"], strict=True):
+        num_compared, num_unknown = look["states"]
+        # All rows have more than 200 steps, and there are six states.
+        assert num_compared > 6 * 200
+        assert num_unknown == 0
+        (found,) = look["findings"]
+        assert (found["kind"], found["state"]) == ("changed_state", "temporal")
+        assert (found["layer"], found["group"]) == (lost["layer"], lost["group"])
+        assert found["num_layers"] == 1
+        assert found["owner"].startswith("eight/")
+
+
+@HYBRIDS
+def test_prompts_that_are_taken_for_windows_are_named(hybrids, engine):
+    """vLLM issue 53051: the V1 runner, with FULL graphs, replays a graph of windows if
+    all requests of a step have 1 + k tokens, prompts among them."""
+    report, spec = hybrids[engine][ON].whole(), BY_NAME[engine]
+    is_faulty = spec.runner == "v1" and spec.graphs == "FULL"
+    assert len(report["taken"]) > 8
+    for named in report["named"]:
+        assert named == (report["taken"] if is_faulty else [])
+    wrong = {length for length, by in report["differences"].items() if by > 0.1}
+    assert wrong == ({str(1 + spec.num_drafts)} if is_faulty else set())
 
 
 @CELLS

@@ -49,17 +49,19 @@ RATES = _READ["rates"]
 
 @dataclass(frozen=True)
 class Cell:
-    """One engine. name: in the keys of its results. batches: batch sizes, run in this
-    order. true_off: how often an engine that never loaded NWOR is started before it, at
-    its first batch size; the last is compared. Whoever compiles first gets fewer KV
-    blocks: their number is compared only after a second start. block_size: tokens a KV
-    block; 0 for vLLM's choice. against: what is compared with an unhooked engine."""
+    """One engine. name: in the keys of its results. model: a name of shapes.json.
+    batches: batch sizes, run in this order. true_off: how often an engine that never
+    loaded NWOR is started before it, at its first batch size; the last is compared.
+    Whoever compiles first gets fewer KV blocks: their number is compared only after a
+    second start. block_size: tokens a KV block; 0 for vLLM's choice. against: what is
+    compared with an unhooked engine."""
 
     name: str
     runner: str
     num_drafts: int
     acceptance: int
     method: str = "eagle"
+    model: str = "llama-8b"
     batches: Sequence[int] = (1, 16, 64)
     context: int = 256
     max_tokens: int = 256
@@ -71,6 +73,7 @@ class Cell:
     def arguments(self, batch_size: int) -> list[str]:
         """Arguments of bench_vllm.py for one batch size."""
         options = {
+            "--model": f"shape:{self.model}",
             "--against": self.against,
             "--runner": self.runner,
             "--num-speculative-tokens": self.num_drafts,
