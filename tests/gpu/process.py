@@ -281,13 +281,13 @@ def largest_difference(
     one: Outcome, name: str, other: Outcome, other_name: str
 ) -> float:
     """Of the logprobs of the first token, which depends on the prompt alone: among
-    common tokens."""
+    common tokens; 100 if there is none."""
     first, second = (
         {token: value for token, value, _ in of.logprobs[its][0]}
         for of, its in ((one, name), (other, other_name))
     )
     both = [abs(first[token] - second[token]) for token in first.keys() & second.keys()]
-    return max(both, default=float("inf"))
+    return max(both, default=100.0)
 
 
 def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:

@@ -372,6 +372,27 @@ def test_a_state_that_is_not_written_is_named(
     assert len(findings) == len({one.owner for one in findings}) > 1
 
 
+def test_a_prompt_that_is_not_written_is_named(
+    engine: Engine, mended: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To blocks of which nothing is known, as vLLM issue 53051 does."""
+    *_, last_tokens, _ = engine.audit.audit.states._tensors
+    last_tokens.fill_(-1)
+    caches(engine, 1)[1].normal_()
+
+    def act(at: int, forward: Any) -> Any:
+        return unwritten(engine, 1, forward) if at == 1 else forward()
+
+    steps = replace_forward(engine, monkeypatch, act)
+    result = play(engine, no_drafts, {one.name: one.prompt for one in REQUESTS})
+    findings = found(engine)
+    prompts = set(map(request_name, result.steps[0].scheduled))
+    assert {request_name(one.owner) for one in findings} == prompts
+    assert len(prompts) > 1
+    whats = {(one.kind, one.state, one.layer, one.step) for one in findings}
+    assert whats == {("state_not_written", "temporal", LAYERS[1], steps[0])}
+
+
 def test_a_request_that_loses_its_state_is_named(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,8 +7,8 @@
 // metadata of its kernels says which one a step reads. What the accepted token's column
 // holds after the step is what the request must find in the next one.
 //
-// "Not written" is concluded from equal samples only if the token is another one than
-// the block's states had last (temporal), or than all those in the buffer
+// "Not written" is concluded from equal samples, not zero, only if the token is another
+// one than the block's states had last (temporal), or than all those in the buffer
 // (convolution): the same token again may give the same bits.
 #pragma once
 
@@ -42,10 +42,11 @@ struct Sample {
     }
     return sum;
   }
-  NWOR_RULE bool shares_a_part(const Sample& other) const {
+  // Whether a part is the same that is not zero.
+  NWOR_RULE bool shares_a_part(const Sample& other, const Sample& zero) const {
     bool shares = false;
     for (int64_t p = 0; p < kSampleParts; ++p) {
-      shares = shares || parts[p] == other.parts[p];
+      shares = shares || (parts[p] == other.parts[p] && parts[p] != zero.parts[p]);
     }
     return shares;
   }
@@ -351,9 +352,11 @@ struct WrittenStates : StatesPass {
           written_to[c] = sample.whole();
         }
         if (c == kept) {
-          const int32_t last = last_tokens[state.group * num_state_blocks + block];
-          is_same = last != -1 && last != token &&
-                    reinterpret_cast<const Sample*>(before)[c].shares_a_part(sample);
+          Sample zero;
+          team.sum_parts(zero.parts, [](int64_t word) { return checksum_of(0, word); });
+          is_same =
+              last_tokens[state.group * num_state_blocks + block] != token &&
+              sample.shares_a_part(reinterpret_cast<const Sample*>(before)[c], zero);
         }
       }
     } else if (const int64_t block = block_of(of, place, 0); block >= 0) {
