@@ -36,11 +36,14 @@ class CMakeBuildExt(build_ext):
 
 class PlatformWheel(bdist_wheel):
     """Tags the wheel for any Linux whose glibc has the symbols that the library needs:
-    manylinux_2_X, where 2.X is the newest version of a symbol.
+    manylinux_2_X, where 2.X is the newest version of a symbol, or 2.28, which the
+    wheels of vLLM and torch need.
 
     The tag also promises that torch is all that is missing there; tests/unit/
     test_packaging.py has auditwheel check both.
     """
+
+    OLDEST = 28
 
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, platform = super().get_tag()
@@ -49,7 +52,7 @@ class PlatformWheel(bdist_wheel):
             # The library contains the version of each symbol, such as "GLIBC_2.17".
             needed = re.findall(rb"\0GLIBC_2\.(\d+)", library.read_bytes())
             if needed:
-                tag = f"manylinux_2_{max(map(int, needed))}_"
+                tag = f"manylinux_2_{max(self.OLDEST, *map(int, needed))}_"
                 platform = re.sub("^linux_", tag, platform)
         return python, abi, platform
 

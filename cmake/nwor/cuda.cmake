@@ -3,8 +3,10 @@
 # nwor_add_cuda(target): adds the CUDA sources if NWOR_CUDA is ON. The CUDA runtime is
 # linked statically, so that the same library loads on a machine without CUDA.
 
+set(NWOR_CMAKE_DIR ${CMAKE_CURRENT_LIST_DIR})
 option(NWOR_CUDA "Whether there is CUDA code: needs nvcc on PATH, or in CUDACXX" OFF)
-# At least 80: the kernels use __reduce_add_sync.
+# At least 80: the kernels use __reduce_add_sync. Code for 80 runs on 86 and 89, too, that
+# for 100 on 103.
 set(NWOR_CUDA_ARCHS "80;90;100;120" CACHE STRING "CUDA compute capabilities")
 
 if(NWOR_CUDA)
@@ -24,10 +26,13 @@ if(NWOR_CUDA)
   execute_process(COMMAND ${CMAKE_CUDA_COMPILER} --list-gpu-arch
     OUTPUT_VARIABLE known_archs)
   set(CMAKE_CUDA_ARCHITECTURES "")
+  set(ptx_arch "")
   foreach(arch IN LISTS NWOR_CUDA_ARCHS)
     if(known_archs MATCHES "compute_${arch}[^0-9a-z]")
       list(APPEND CMAKE_CUDA_ARCHITECTURES ${arch}-real)
-      set(newest_arch ${arch})
+      if(NOT ptx_arch OR ptx_arch LESS 90)
+        set(ptx_arch ${arch})
+      endif()
     else()
       message(WARNING "NWOR_CUDA_ARCHS: this nvcc cannot build for ${arch}; left out.")
     endif()
@@ -36,8 +41,9 @@ if(NWOR_CUDA)
     message(FATAL_ERROR "NWOR_CUDA_ARCHS is '${NWOR_CUDA_ARCHS}'; this nvcc can build "
       "for none of them, it knows: ${known_archs}")
   endif()
-  # Later GPUs compile the newest architecture's PTX.
-  list(APPEND CMAKE_CUDA_ARCHITECTURES ${newest_arch}-virtual)
+  # Other GPUs, later ones too, compile PTX: that of the oldest architecture whose code
+  # is like that of the newest (launches that begin early, from 90 on).
+  list(APPEND CMAKE_CUDA_ARCHITECTURES ${ptx_arch}-virtual)
   if(NOT CMAKE_CUDA_COMPILER_LOADED)  # vLLM's build has, where it includes this
     enable_language(CUDA)
   endif()
@@ -61,4 +67,12 @@ function(nwor_add_cuda target)
   target_compile_definitions(${target} PRIVATE NWOR_CUDA USE_CUDA)
   set_target_properties(${target} PROPERTIES
     CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden)
+  # The CUDA runtime's threads and dlopen, with versions that older glibcs have, too:
+  # found before libc.
+  execute_process(
+    COMMAND ${Python_EXECUTABLE} ${NWOR_CMAKE_DIR}/older_glibc.py
+      ${CMAKE_CXX_COMPILER} ${CMAKE_CURRENT_BINARY_DIR}/older_glibc
+    OUTPUT_VARIABLE older_glibc COMMAND_ERROR_IS_FATAL ANY)
+  string(REGEX MATCHALL "[^\n]+" older_glibc "${older_glibc}")
+  target_link_libraries(${target} PRIVATE ${older_glibc})
 endfunction()

@@ -35,6 +35,7 @@ include(${CMAKE_CURRENT_LIST_DIR}/cuda.cmake)
 
 set(NWOR_SOURCE_DIR ${CMAKE_SOURCE_DIR}/csrc/nwor)
 set(NWOR_SOURCES
+  common/older_runtime.cpp
   common/tensor_args.cpp
   transaction/cow_cpu.cpp
   transaction/cow_ops.cpp

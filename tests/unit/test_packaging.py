@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -105,18 +106,14 @@ def test_wheel_and_sdist_contain_exactly_the_package(wheel, unpacked, tmp_path):
     assert [one for one in others if not re.match(r"vllm_nwor-[^/]*info/", one)] == []
 
 
-def test_the_wheel_tag_names_the_glibc_that_the_library_needs(wheel):
-    """auditwheel knows which libstdc++ goes with which glibc: no policy lies between
-    the tag and its verdict. All other libraries come with torch."""
+def test_the_wheel_runs_where_the_wheels_of_vllm_do(wheel):
+    """auditwheel knows which libstdc++ goes with which glibc. All other libraries come
+    with torch."""
     auditwheel = (sys.executable, "-m", "auditwheel", "show", "--json")
     found = json.loads(run(*auditwheel, wheel))
-    pattern = r"manylinux_2_(\d+)_"
-    (tag,) = re.findall(rf"^vllm_nwor-[\d.]+-cp311-abi3-{pattern}\w+\.whl$", wheel.name)
-    needed = found["versioned_symbols"]["libc.so.6"]
-    assert int(tag) == max(int(version.split(".")[1]) for version in needed)
-    policies = re.findall(pattern, " ".join(found["policy_upgrades"]))
-    (verdict,) = re.findall(pattern, found["sym_tag"])
-    assert int(verdict) == min(int(p) for p in policies if int(p) >= int(tag))
+    assert wheel.name.endswith(f"-cp311-abi3-manylinux_2_28_{platform.machine()}.whl")
+    (verdict,) = re.findall(r"manylinux_2_(\d+)_", found["sym_tag"])
+    assert int(verdict) <= 28
     assert not found["unsupported_isa"]
     assert set(found["external_libs"]) == {"libtorch.so", "libtorch_cpu.so"}
 
