@@ -19,7 +19,7 @@ import vllm
 from packaging.version import Version
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+from vllm.v1.attention.backends import gdn_attn
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tests.helpers.drafters import ScriptedDrafter
@@ -38,7 +38,7 @@ def on_this_host() -> Iterator[None]:
     """Engines that run here. On a CPU with AMX vLLM takes other code, which raises for
     windows of several lengths: it is switched off. And vLLM 0.29 raises in a step of
     one row without drafts, because a kernel wants its one index contiguous."""
-    build = GDNAttentionMetadataBuilder.build
+    build = gdn_attn.GDNAttentionMetadataBuilder.build
 
     def contiguous(*args: Any, **kwargs: Any) -> Any:
         metadata = build(*args, **kwargs)
@@ -50,7 +50,7 @@ def on_this_host() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
         if BEFORE_0_32:
-            patch.setattr(GDNAttentionMetadataBuilder, "build", contiguous)
+            patch.setattr(gdn_attn.GDNAttentionMetadataBuilder, "build", contiguous)
         if parallel_state._TP is not None and parallel_state._EP is None:
             # The first engine of this process had no experts.
             patch.setattr(parallel_state, "_EP", parallel_state._TP)
@@ -73,6 +73,12 @@ def found(engine: Engine) -> list[Finding]:
     assert totals[0] > 0 == totals[1]
     totals.zero_()
     return engine.take_findings()
+
+
+def caches(engine: Engine, number: int) -> Any:
+    """The convolution's and the temporal state of a layer."""
+    modules = engine.runner.compilation_config.static_forward_context
+    return modules[LAYERS[number]].kv_cache
 
 
 # --- mending vLLM ---------------------------------------------------------------------
@@ -152,3 +158,20 @@ def mend_rows_without_drafts(patch: pytest.MonkeyPatch) -> None:
 
     if BEFORE_0_32:
         patch.setattr(GPUModelRunner, "_build_attention_metadata", build)
+
+
+def mend_first_tokens(patch: pytest.MonkeyPatch) -> None:
+    """vLLM issue 51562, as vLLM does it since 0.32: the first token of a prompt of one
+    is no decode."""
+    wrapped = gdn_attn.split_decodes_and_prefills
+
+    def split(common: Any, decode_threshold: int) -> Any:
+        is_first = common.compute_num_computed_tokens() == 0
+        return wrapped(
+            common.replace(is_prefilling=is_first),
+            decode_threshold,
+            treat_short_extends_as_decodes=False,
+        )
+
+    if BEFORE_0_32:
+        patch.setattr(gdn_attn, "split_decodes_and_prefills", split)

@@ -25,6 +25,7 @@ from tests.helpers.engine import NUM_DRAFTS, Engine, Request, Result, prompt
 from tests.helpers.hybrid import (
     BEFORE_0_32,
     LAYERS,
+    caches,
     found,
     mend_convolutions,
     mend_rows_without_drafts,
@@ -160,11 +161,6 @@ def unwritten(engine: Engine, number: int, forward: Any) -> Any:
 
 def of_layers(metadata: Any) -> list[Any]:
     return [metadata[name] for name in LAYERS]
-
-
-def caches(engine: Engine, number: int) -> Any:
-    modules = engine.runner.compilation_config.static_forward_context
-    return modules[LAYERS[number]].kv_cache
 
 
 def wrong_column(engine: Engine, metadata: Any) -> None:
