@@ -23,7 +23,7 @@ from vllm.v1.attention.backends import gdn_attn
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tests.helpers.drafters import ScriptedDrafter
-from tests.helpers.engine import Engine, Request, Result
+from tests.helpers.engine import Engine, Request, Result, prompt
 from vllm_nwor.audit.findings import Finding
 
 AUDIT = {"AUDIT": "log", "STRICT": "always"}
@@ -63,8 +63,20 @@ def start(**arguments: Any) -> Engine:
 
 
 def play(engine: Engine, plan: Any, truth: Any, requests: list[Request]) -> Result:
-    ScriptedDrafter(truth, plan).attach(engine.runner)
+    """plan: None for vLLM's own drafts."""
+    vars(engine.runner).pop("propose_draft_token_ids", None)
+    if plan is not None:
+        ScriptedDrafter(truth, plan).attach(engine.runner)
     return engine.run(requests)
+
+
+def of_few_words() -> list[Request]:
+    """Texts that repeat, so that ngram finds drafts now and then."""
+    words = [list(range(100 + n, 105 + n + n % 3)) for n in range(6)]
+    return [
+        Request(f"n{n}", prompt(n, 4 + n), 80, params={"allowed_token_ids": words[n]})
+        for n in range(6)
+    ]
 
 
 def found(engine: Engine) -> list[Finding]:

@@ -20,7 +20,7 @@ import vllm
 from benchmarks import environment, records
 
 from tests.helpers.drafters import all_wrong, mixture_of_four
-from tests.helpers.engine import NUM_DRAFTS, Engine, Request, Result, prompt
+from tests.helpers.engine import NUM_DRAFTS, Engine, Request, prompt
 from tests.helpers.environment import REPO
 from tests.helpers.hybrid import (
     BEFORE_0_32,
@@ -30,6 +30,7 @@ from tests.helpers.hybrid import (
     mend_convolutions,
     mend_first_tokens,
     mend_rows_without_drafts,
+    of_few_words,
     on_this_host,
     play,
     start,
@@ -78,13 +79,9 @@ class Run:
     def __init__(
         self, engine: Engine, plan: Any, truth: Any, requests: list[Request]
     ) -> None:
-        """plan: None for vLLM's own drafts."""
+        """As `play`."""
         first = engine.audit.audit.step + 1
-        self.result: Result = (
-            engine.run(requests)
-            if plan is None
-            else play(engine, plan, truth, requests)
-        )
+        self.result = play(engine, plan, truth, requests)
         self.steps = list(enumerate(self.result.steps, start=first))
         self.findings = found(engine)
 
@@ -173,12 +170,7 @@ def test_rows_without_drafts_of_ngram_go_on_from_old_states(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's own drafter, on texts of few words, which repeat."""
-    del engine.runner.propose_draft_token_ids
-    requests = [
-        Request(f"n{n}", prompt(n, 4 + n), 80, params={"allowed_token_ids": words})
-        for n in range(6)
-        for words in [list(range(100 + n, 105 + n + n % 3))]
-    ]
+    requests = of_few_words()
     mend_convolutions(monkeypatch)
     named: Any = ()
     if BEFORE_0_32:

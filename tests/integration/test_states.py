@@ -29,6 +29,7 @@ from tests.helpers.hybrid import (
     found,
     mend_convolutions,
     mend_rows_without_drafts,
+    of_few_words,
     on_this_host,
     start,
 )
@@ -228,6 +229,25 @@ def test_a_fault_is_named(
         writer = {"stale_state": name, "foreign_state": other}.get(kind)
         assert (one.writer.request and request_name(one.writer.request)) == writer
         assert one.expected == str(one.position)
+
+
+def test_after_a_wrong_read_a_buffer_is_unknown(
+    engine: Engine, mended: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a text of few words the inputs behind a wrong column are those of a later
+    token, too: that is no state which was not written."""
+
+    def act(number: int, forward: Any) -> Any:
+        for one in of_layers(get_forward_context().attn_metadata):
+            if one.num_accepted_tokens is not None:
+                one.num_accepted_tokens.fill_(1)
+        return forward()
+
+    replace_forward(engine, monkeypatch, act)
+    play(engine, None, {}, of_few_words())
+    findings = found(engine)
+    assert {one.kind for one in findings} == {"stale_state"}
+    assert len(findings) > 20
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["conv", "temporal"])
