@@ -41,6 +41,7 @@ from vllm_nwor.audit.findings import Finding
 
 OLD_STATE = "a step without drafts behind accepted ones (#39273)"
 FIRST_TOKEN = "a prompt of one token (#51562)"
+PADDED = "a prompt of one token, padded with drafts"
 SHIFT = "a window with fewer drafts than the longest"
 # A step of the audit, and a request.
 Moment = tuple[int, str]
@@ -277,4 +278,4 @@ def test_a_padded_prompt_of_one_token_goes_on_from_the_state_of_another_request(
     right = dict(entry[:2] for entry in answers.pop(0))
     wrong = [dict(entry[:2] for entry in one) for one in answers.values()]
     assert any(right.keys() != one.keys() for one in wrong)
-    record(FIRST_TOKEN, "with drafts", len(wrong), len(wrong), "none")
+    record(PADDED, "one other request", len(wrong), len(wrong), "none")
