@@ -85,7 +85,8 @@ nightly: models ## what takes too long for make test: faults, simulation, random
 # Suffix decoding only where arctic-inference is installed. What vLLM itself cannot run
 # on a CPU is left out: 0.26 and 0.29 want weights that a checkpoint of Gemma 3n has not
 # got, and 0.26 has no latent attention there and crashes in gated delta nets.
-REACH := -m "" tests/integration/test_reach.py \
+STATE_FAULTS := tests/integration/test_state_bugs.py
+REACH := -m "" tests/integration/test_reach.py $(STATE_FAULTS) \
 	tests/integration/test_identical_outputs.py::test_tensor_parallel_2 \
 	tests/e2e/test_serve.py::test_data_parallel_2
 REFUSALS := tests/unit/test_reservation.py tests/unit/test_discovery.py
@@ -94,7 +95,7 @@ reach: models ## what NWOR was tried with: run it on this CPU, render docs/reach
 	@mkdir -p $(RESULTS)
 	$(PY) -m pytest $(REACH) $(REFUSALS) $(ARGS)
 	$(MAKE) test-older OLDER_TESTS='$(REACH) -k "not 3n"'
-	$(MAKE) test-oldest OLDER_TESTS='$(REACH) -k "not (3n or DeepSeek or Next)"'
+	$(MAKE) test-oldest OLDER_TESTS='$(REACH) -k "not (3n or DeepSeek or Next or test_state)"'
 	$(PY) tools/results/render.py
 
 # What NWOR touches of them is patched, too, as those who keep a fork do it, and our
@@ -105,12 +106,14 @@ check-vllm: setup ## does each supported vLLM have what NWOR relies on? fetches 
 
 # Its wheel is put before the installed one: their torch is the same.
 OLDER_TESTS := tests/integration/test_byte_oracle.py -k "bf16 and not probing"
-test-older: models ## the byte oracle, off, cow and stage, on engines of an older vLLM
+test-older: OLDER_TESTS := tests/integration/test_byte_oracle.py $(STATE_FAULTS) \
+	tests/integration/test_states.py -k "test_state or (bf16 and not probing)"
+test-older: models ## the byte oracle and the states' audit on engines of an older vLLM
 	vllm=$$($(PY) tools/check_vllm.py --unpack) && PYTHONPATH=$$vllm \
 		$(PY) -m pytest $(OLDER_TESTS) $(ARGS)
 
 # Its torch is another one: 6 GB.
-test-oldest: models wheel ## the same of the oldest, in an environment of its own
+test-oldest: models wheel ## the byte oracle on the oldest, in an environment of its own
 	python=$$($(PYTHON) tools/setup/setup_env.py --other) && \
 		$$python -m pytest $(OLDER_TESTS) $(ARGS)
 

@@ -187,6 +187,8 @@ struct ReadStates : StatesPass {
       }
       if (team.sum(num_found).total > 0 && team.index() == 0) {
         report_verdicts(verdicts, places, rows, start, start);
+        // What is in its buffers is not what is known to be.
+        state_seats[rows.seat].num_buffered = 0;
       }
       team.sync();
     });
@@ -373,7 +375,8 @@ struct WrittenStates : StatesPass {
                             seat.length == plan[rows.begin].position;
       const int64_t newest = kept + state.window - 1;
       for (int64_t c = 0; is_known && c < seat.num_buffered; ++c) {
-        is_same = is_same || (newest < end && before[c] == samples[newest]);
+        is_same = is_same || (seat.buffered[c] >= 0 && newest < end &&
+                              before[c] == samples[newest]);
       }
       for (int64_t c = 0; is_known && c < seat.num_buffered; ++c) {
         is_same = is_same && seat.buffered[c] != token;

