@@ -155,12 +155,20 @@ def num_resumed_by_hit(requests: Sequence[Request], result: Result) -> int:
     return sum(computed[name] < lengths[name] for name in preempted & {*lengths})
 
 
-@pytest.mark.parametrize(("is_speculative", "num_blocks"), [(False, 18), (True, 36)])
+@pytest.mark.parametrize(
+    ("is_speculative", "arguments"),
+    [
+        (False, {"num_gpu_blocks_override": 18}),
+        (False, {"num_gpu_blocks_override": 18, "async_scheduling": True}),
+        (True, {"num_gpu_blocks_override": 36}),
+    ],
+)
 def test_eviction_preemption_and_aborts_are_silent(
-    is_speculative: bool, num_blocks: int
+    is_speculative: bool, arguments: dict[str, Any]
 ) -> None:
-    """With few blocks, all are used again and again, by other groups, too."""
-    few = engine_of(is_speculative, num_gpu_blocks_override=num_blocks)
+    """With few blocks, all are used again and again, by other groups, too. The text of
+    a request that is resumed with asynchronous scheduling is not known."""
+    few = engine_of(is_speculative, **arguments)
     requests = [
         Request(
             f"q{n}",
@@ -327,15 +335,26 @@ def test_a_boundary_that_is_not_written_is_named(
 # --- what is not known ----------------------------------------------------------------
 
 
-def test_what_a_connector_loads_is_not_verified(engine: Engine) -> None:
+def load(engine: Engine, blocks: list[list[int]]) -> None:
+    engine.audit.audit.on_transfer(Transfer(blocks, None, fills=True))
+
+
+def forget(engine: Engine, blocks: list[list[int]]) -> None:
+    engine.audit.audit.states.forget_all()
+
+
+@pytest.mark.parametrize(("lose", "num_unknown"), [(load, 2), (forget, 6)])
+def test_states_that_are_not_known_are_counted(
+    engine: Engine, lose: Callable[..., None], num_unknown: int
+) -> None:
+    """Those that a KV connector loads into a block of one layer's; all."""
     ask(engine, "first", TEXT[:300], 0)
     blocks = [[one.block_id for one in cached_blocks(engine, 0, BLOCK)], [], [], []]
-    engine.audit.audit.on_transfer(Transfer(blocks, None, fills=True))
+    lose(engine, blocks)
     caches(engine, 0)[1][blocks[0][0]] += 1
     totals = engine.audit.audit.states.totals.zero_()
     ask(engine, "hit", (*TEXT[:300], 4), BLOCK)
-    # The two states of the one layer of that group.
-    assert totals[1] == 2
+    assert totals[1] == num_unknown
     assert engine.take_findings() == []
     totals.zero_()
     assert engine.llm.reset_prefix_cache()

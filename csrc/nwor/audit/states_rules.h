@@ -339,8 +339,7 @@ struct ReadStates : StatesPass {
                               int64_t block, uint64_t found) const {
     const State& state = states[s];
     const Seat& seat = seats[rows.seat];
-    const bool is_new = state_seats[rows.seat].generation != seat.generation;
-    const int64_t source = boundary_tokens > 0 && is_new && seat.loads != kUnknownLoads
+    const int64_t source = boundary_tokens > 0 && seat.loads != kUnknownLoads
                                ? block_before(state.group, rows.request, start)
                                : -1;
     if (source == 0 && seat.loads == kNoLoads) {
