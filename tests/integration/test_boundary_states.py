@@ -347,7 +347,8 @@ def forget(engine: Engine, blocks: list[list[int]]) -> None:
 def test_states_that_are_not_known_are_counted(
     engine: Engine, lose: Callable[..., None], num_unknown: int
 ) -> None:
-    """Those that a KV connector loads into a block of one layer's; all."""
+    """Those that a KV connector loads into a block of one layer's; all. Once they were
+    read, they count as the text's."""
     ask(engine, "first", TEXT[:300], 0)
     blocks = [[one.block_id for one in cached_blocks(engine, 0, BLOCK)], [], [], []]
     lose(engine, blocks)
@@ -357,6 +358,11 @@ def test_states_that_are_not_known_are_counted(
     assert totals[1] == num_unknown
     assert engine.take_findings() == []
     totals.zero_()
+    ask(engine, "again", (*TEXT[:300], 5), BLOCK)
+    assert found(engine) == []
+    caches(engine, 0)[1][blocks[0][0]] += 1
+    ask(engine, "at last", (*TEXT[:300], 6), BLOCK)
+    assert [one.kind for one in found(engine)] == ["changed_state"]
     assert engine.llm.reset_prefix_cache()
 
 

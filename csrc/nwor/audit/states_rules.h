@@ -190,6 +190,13 @@ struct StatesPass : StatesArgs {
     return {block_before(g, rows.request, end), end - start - 1, end};
   }
 
+  // The block with the state of `start` tokens that a request found in the prefix cache.
+  // -1: not known, or a KV connector may have filled it.
+  NWOR_RULE int64_t source_of(const Rows& rows, int64_t g, int64_t start) const {
+    const bool is_ours = boundary_tokens > 0 && seats[rows.seat].loads != kUnknownLoads;
+    return is_ours ? block_before(g, rows.request, start) : -1;
+  }
+
   // Reports this team's verdicts: one finding for each class, and kind of state.
   // `block`, `column`: of the first state concerned.
   NWOR_RULE void report_verdicts(const Verdict* verdicts, const Place* places,
@@ -339,18 +346,19 @@ struct ReadStates : StatesPass {
                               int64_t block, uint64_t found) const {
     const State& state = states[s];
     const Seat& seat = seats[rows.seat];
-    const int64_t source = boundary_tokens > 0 && seat.loads != kUnknownLoads
-                               ? block_before(state.group, rows.request, start)
-                               : -1;
+    const int64_t source = source_of(rows, state.group, start);
     if (source == 0 && seat.loads == kNoLoads) {
       return {kStateLost, 0, -1, 0, start};
     }
-    const bool is_recorded =
-        source > 0 && block >= 0 && state_records[source].generation != 0;
+    const bool is_recorded = source > 0 && state_records[source].generation != 0;
     if (team.lane() == 0) {
       count(totals[is_recorded ? 0 : 1]);
     }
     if (!is_recorded) {
+      const uint64_t there = source > 0 ? read_at(team, state, source) : 0;
+      if (source > 0 && team.lane() == 0) {
+        boundary_of(source, s) = there;  // for later hits: adopt_boundary
+      }
       return {-1, 0, 0, 0};
     }
     const StateRecord& record = state_records[source];
@@ -358,7 +366,7 @@ struct ReadStates : StatesPass {
       return {kForeignState, record.generation, record.length, record.step, start};
     }
     const uint64_t recorded = boundary_of(source, s);
-    if (found == recorded) {
+    if (block < 0 || found == recorded) {
       return {-1, 0, 0, 0};
     }
     const bool is_source = read_at(team, state, source) != recorded;
@@ -530,6 +538,9 @@ struct WrittenStates : StatesPass {
     const bool is_known =
         seat.generation == seats[rows.seat].generation && seat.length == start;
     for (int64_t g = 0; g < num_groups; ++g) {
+      if (!is_known && start > 0) {
+        adopt_boundary(rows, g, start);
+      }
       const int64_t count = places[g].is_window ? least(q, max_columns) : 1;
       for (int64_t c = 0; c < count; ++c) {
         const int64_t block = block_of(metadata[g], places[g], c);
@@ -570,6 +581,22 @@ struct WrittenStates : StatesPass {
     seat.boundary = is_window && held.block > 0 ? held.length : 0;
   }
 
+  NWOR_RULE static StateRecord record_of(const Seat& seat, uint64_t hash,
+                                         int64_t length, int64_t step) {
+    return {hash, static_cast<int32_t>(seat.generation), static_cast<int32_t>(length),
+            static_cast<int32_t>(step), static_cast<int32_t>(seat.opaque)};
+  }
+
+  // By one thread: a state of unknown origin that a request found counts as that of its
+  // text from then on.
+  NWOR_RULE void adopt_boundary(const Rows& rows, int64_t g, int64_t start) const {
+    const int64_t source = source_of(rows, g, start);
+    const Seat& seat = seats[rows.seat];
+    if (source > 0 && state_records[source].generation == 0) {
+      state_records[source] = record_of(seat, seat.hash, start, step);
+    }
+  }
+
   // By one thread: which text a block of group g stands for now.
   NWOR_RULE void remember_boundary(const Rows& rows, int64_t g, const Place& place,
                                    int64_t num_kept) const {
@@ -580,11 +607,7 @@ struct WrittenStates : StatesPass {
     }
     const Seat& seat = seats[rows.seat];
     const PlanRow& last = plan[rows.begin + held.length - start - 1];
-    state_records[held.block] = {last.hash,
-                                 static_cast<int32_t>(seat.generation),
-                                 static_cast<int32_t>(held.length),
-                                 static_cast<int32_t>(step),
-                                 static_cast<int32_t>(seat.opaque)};
+    state_records[held.block] = record_of(seat, last.hash, held.length, step);
     last_tokens[g * num_state_blocks + held.block] = last.token;
     // Some layers also write a state from inside a chunk, to the block before.
     const int64_t before = (held.length - 1) / boundary_tokens * boundary_tokens;
