@@ -21,11 +21,12 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.forward_context import get_forward_context
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker import mamba_utils
 
 from tests.helpers.aligned import Copies
-from tests.helpers.drafters import all_wrong, mixture
+from tests.helpers.drafters import mixture
 from tests.helpers.engine import NUM_DRAFTS, Engine, Request, Result, prompt
 from tests.helpers.hybrid import (
     LAYERS,
@@ -115,12 +116,15 @@ def test_hits_are_silent(engine: Engine) -> None:
     assert found(engine) == []
 
 
-def passing(num_right: int) -> Callable[[str, int], tuple[int, int]]:
-    """A plan: the window before the end of the second block is right up to there."""
+def passing(
+    num_right: int, length: int | None = None
+) -> Callable[[str, int], tuple[int, int]]:
+    """A plan: all drafts are wrong, but for `num_right` behind a text of `length`, by
+    default those up to the end of the second block."""
 
     def plan(name: str, num_tokens: int) -> tuple[int, int]:
-        is_last = num_tokens == 2 * BLOCK - num_right
-        return NUM_DRAFTS, num_right if is_last else 0
+        is_it = num_tokens == (length or 2 * BLOCK - num_right)
+        return NUM_DRAFTS, num_right if is_it else 0
 
     return plan
 
@@ -136,7 +140,43 @@ def test_boundaries_that_windows_pass_are_silent(
     copies.after.clear()
     run(speculative, [request], passing(num_right), text)
     assert copies.after == [(0, 2, 1, num_right)]
+    last_tokens = speculative.audit.audit.states.last_tokens
+    for group in range(3):
+        (block,) = cached_blocks(speculative, group, 2 * BLOCK)
+        assert last_tokens[group, block.block_id] == text["long"][2 * BLOCK - 1]
     ask(speculative, "behind it", (*text["long"][:590], 9), 2 * BLOCK)
+    assert found(speculative) == []
+
+
+def test_what_a_block_held_before_is_silent(
+    speculative: Engine, copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM copies a buffer from the first column that is read on: behind it are inputs
+    of another request, perhaps of the very token that comes next."""
+    inputs: list[torch.Tensor] = []
+    forward = speculative.runner._model_forward
+
+    def act(*args: Any, **kwargs: Any) -> Any:
+        is_copied = (0, 1, 2, 3) in copies.before
+        copies.before.clear()
+        if not is_copied:
+            return forward(*args, **kwargs)
+        metadata = get_forward_context().attn_metadata[LAYERS[0]]
+        block = int(metadata.spec_state_indices_tensor[0, 0])
+        buffer = caches(speculative, 0)[0][block]
+        if inputs:
+            buffer[4:] = inputs[0]
+        result = forward(*args, **kwargs)
+        inputs.append(buffer[2].clone())
+        return result
+
+    request = Request("long", TEXT[:560], 40)
+    text = {"long": [*request.prompt, *run(speculative, [request]).tokens["long"]]}
+    monkeypatch.setattr(speculative.runner, "_model_forward", act)
+    for _ in range(2):
+        assert speculative.llm.reset_prefix_cache()
+        run(speculative, [request], passing(3, 2 * BLOCK - 4), text)
+    assert torch.equal(*inputs)
     assert found(speculative) == []
 
 

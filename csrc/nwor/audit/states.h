@@ -14,8 +14,8 @@
 // What is compared is a *sample*: kSampleWords words, for temporal states from as many
 // heads as there are parts.
 //
-// Where states are found in the prefix cache, a block keeps that of a text's begin, as a
-// rule up to a block's end: a *boundary*. A StateRecord says of which text it is.
+// Where states are found in the prefix cache, a block keeps that of a text's begin, as
+// a rule up to a block's end: a *boundary*. A StateRecord says of which text it is.
 //
 // vllm/v1/nwor/audit/states.py allocates the tables.
 #pragma once
@@ -68,9 +68,9 @@ static_assert(sizeof(StateSeat) == 200, "a StateSeat is a row of state_seats");
 // What a block's states were when they were last recorded. A row of `state_records`,
 // int64 [num_state_blocks, 3].
 struct StateRecord {
-  uint64_t hash;        // H of the text in it (audit.h)
-  int32_t generation;   // of the request that wrote; 0: not known
-  int32_t length;       // tokens of the text
+  uint64_t hash;       // H of the text in it (audit.h)
+  int32_t generation;  // of the request that wrote; 0: not known
+  int32_t length;      // tokens of the text
   int32_t step;
   int32_t opaque;  // its text is not known
 };
@@ -117,7 +117,7 @@ struct StateTables {
   int64_t conv_window;  // State::window of the convolutions
   int64_t num_scratch;
   int64_t num_state_blocks;
-  int64_t max_in_group;    // states of a group
+  int64_t max_in_group;     // states of a group
   int64_t boundary_tokens;  // of a block; 0: states are not in the prefix cache
   StateBlocks state_blocks[kMaxStateGroups];
 

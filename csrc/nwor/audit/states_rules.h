@@ -190,8 +190,8 @@ struct StatesPass : StatesArgs {
     return {block_before(g, rows.request, end), end - start - 1, end};
   }
 
-  // The block with the state of `start` tokens that a request found in the prefix cache.
-  // -1: not known, or a KV connector may have filled it.
+  // The block with the state of `start` tokens that a request found in the prefix
+  // cache. -1: not known, or a KV connector may have filled it.
   NWOR_RULE int64_t source_of(const Rows& rows, int64_t g, int64_t start) const {
     const bool is_ours = boundary_tokens > 0 && seats[rows.seat].loads != kUnknownLoads;
     return is_ours ? block_before(g, rows.request, start) : -1;
@@ -229,9 +229,8 @@ struct StatesPass : StatesArgs {
       }
       const int64_t column = states[first].is_temporal() ? place.offset : 0;
       const int64_t block = block_of(metadata[g], place, column);
-      report(*this,
-             {step, of.kind, owner, position, block | place.offset << 40, first, number,
-              of.generation, of.step, expected_length, of.length});
+      report(*this, {step, of.kind, owner, position, block | place.offset << 40, first,
+                     number, of.generation, of.step, expected_length, of.length});
     }
   }
 };
@@ -380,9 +379,8 @@ struct ReadStates : StatesPass {
     const State& state = states[s];
     const StateSeat& seat = state_seats[rows.seat];
     const int64_t generation = seats[rows.seat].generation;
-    const int64_t to = seat.boundary > 0
-                           ? block_before(state.group, rows.request, seat.boundary)
-                           : -1;
+    const int64_t to =
+        seat.boundary > 0 ? block_before(state.group, rows.request, seat.boundary) : -1;
     if (to <= 0 || owners[to] != -generation ||
         read_at(team, state, to) == boundary_of(to, s)) {
       return {-1, 0, 0, 0};

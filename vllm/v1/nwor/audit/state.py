@@ -146,8 +146,9 @@ class Audit:
             self._blocks(group, GIVEN, dict.fromkeys(zeroed, NOBODY).items())
             for copy in copied:
                 group.copy_block(*copy)
-        for copy in copied if self.states else ():
-            self.states.copy_block(*copy)
+        if self.states:
+            for copy in copied:
+                self.states.copy_block(*copy)
         owners: Owners = [{} for _ in self.groups]
         weights = scheduled.weights()
         self.requests.name_weights(weights)

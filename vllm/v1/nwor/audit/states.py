@@ -72,7 +72,8 @@ class States:
 
     layers: name of the layer, kind and KV-cache group, by the numbers that findings
     have. tables: StateTables of states.h, int64, cpu. totals: [2] int64, device:
-    samples that were compared, and that were read without being known. records:
+    samples that were compared, and that were read without being known. last_tokens:
+    [num_groups, num_blocks] int32, device: as in StateTables. records:
     [num_blocks, 3] int64, device: StateRecord, of no block if states are not in the
     prefix cache.
     """
@@ -127,13 +128,14 @@ class States:
         self.records = take(torch.int64, num_records, ops.STATE_RECORD_COLUMNS)
         self._boundaries = take(torch.int64, num_records, max_in_group)
         self.totals = take(torch.int64, 2)
+        self.last_tokens = take(torch.int32, len(groups), num_blocks).fill_(-1)
         self._tensors = (
             take(torch.int64, *rows.shape).copy_(rows),
             take(torch.int64, num_seats, ops.STATE_SEAT_COLUMNS),
             take(torch.int64, *of_seats),
             take(torch.int64, *of_seats, max_columns),
             take(torch.int64, *of_seats, num_scratch),
-            take(torch.int32, len(groups), num_blocks).fill_(-1),
+            self.last_tokens,
             self.totals,
             self.records,
             self._boundaries,
@@ -171,7 +173,9 @@ class States:
         if len(self.records) and blocks:
             numbers = torch.tensor(blocks)
             if self.records.is_cuda:
-                numbers = numbers.pin_memory().to(self.records.device, non_blocking=True)
+                numbers = numbers.pin_memory().to(
+                    self.records.device, non_blocking=True
+                )
             self.records.index_fill_(0, numbers, 0)
 
     def forget_all(self) -> None:
