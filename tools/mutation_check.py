@@ -60,7 +60,8 @@ TESTS = (
     "tests/kernels/test_audit.py",
     "tests/simulation",
     "tests/unit/test_report.py",
-    "tests/integration/test_states.py",  # with engines; last
+    "tests/integration/test_states.py",  # with engines, these two; last
+    "tests/integration/test_boundary_states.py",
 )
 SELFTEST = ("-m vllm_nwor.audit --selftest",)
 CUDA_TESTS = ("tests/kernels/test_validation.py", "tests/kernels/test_transaction.py")

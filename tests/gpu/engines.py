@@ -51,8 +51,9 @@ class EngineSpec:
     device how many drafts it verifies. dynamic: DYNAMIC drafts. flash: FlashAttention's
     version, if not vLLM's choice (3 on Hopper). executor: "" for vLLM's own, "ray", or
     "ray-compiled" (up to 0.32). windows: some layers have a sliding window, and a
-    KV-cache group of their own. hybrid: some layers have recurrent state. seats: in
-    mode stage, how many requests have shadow blocks; 0 for all.
+    KV-cache group of their own. hybrid: some layers have recurrent state. cached: which
+    is found in the prefix cache (vLLM 0.29 on). seats: in mode stage, how many requests
+    have shadow blocks; 0 for all.
     """
 
     name: str
@@ -75,6 +76,7 @@ class EngineSpec:
     runs_on: str = ""
     windows: bool = False
     hybrid: bool = False
+    cached: bool = False
     seats: int = 0
     flash: int = 0
 
@@ -153,7 +155,10 @@ class EngineSpec:
         if self.hybrid:
             # The prefill kernel that needs no FlashInfer; vLLM chooses the block size.
             arguments["additional_config"] = {"gdn_prefill_backend": "triton"}
-            arguments |= {"enable_prefix_caching": False, "block_size": None}
+            arguments |= {"enable_prefix_caching": self.cached, "block_size": None}
+        if self.cached:  # at each block end that is computed; blocks are large
+            arguments |= {"prefix_cache_retention_interval": None}
+            arguments |= {"max_model_len": 2048}
         if self.flash:
             arguments["attention_config"] = {"flash_attn_version": self.flash}
         if self.executor:

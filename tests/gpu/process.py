@@ -29,6 +29,7 @@ from tests.gpu.rows import (
     Row,
     as_long_as_windows,
     batch_8,
+    block_ends,
     offloaded,
     prompt,
     rows,
@@ -236,14 +237,19 @@ def audit(spec: EngineSpec, models: Path, report: Report) -> None:
 def states(spec: EngineSpec, models: Path, report: Report) -> None:
     """The audit's findings in rows of a hybrid model, in one in which the states of a
     request and layer are lost between two steps, and in one whose prompts may be taken
-    for windows."""
+    for windows. hits: tokens that the requests of the clean rows found in the prefix
+    cache."""
     engine = Engine(spec, models, report)
+    hits: dict[str, dict[str, int]] = {}
 
     def run(row: Row) -> list[Any]:
-        engine.run(row)
+        hits[row.name] = engine.run(row).cached
         return engine.rpc("test_audit")
 
-    report.save_rows("clean", [r for r in rows(spec) if r.name in STATE_ROWS], run)
+    clean = [row for row in rows(spec) if row.name in STATE_ROWS]
+    clean += [block_ends()] if spec.cached else []
+    report.save_rows("clean", clean, run)
+    report.save(hits=hits)
     lost: list[Any] = []
     with engine.before_step(
         FLIP_BEFORE_STEP, lambda: lost.extend(engine.rpc("test_lose_state"))

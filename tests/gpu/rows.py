@@ -90,6 +90,22 @@ def rows(spec: EngineSpec) -> tuple[Row, ...]:
     )
 
 
+def block_ends() -> Row:
+    """Texts that are found in blocks of several hundred tokens: prompts that share
+    their begin, and what requests wrote across the end of a block."""
+    shared = prompt("shared states", 1200)
+    writing = _batch("writing", 4, 300, 600, stagger=3)
+    joining = Request(
+        "joining/0", prompt("tail", _TAIL), 24, 8, params=_PLAIN, behind="writing/"
+    )
+    sharing = tuple(
+        Request(f"sharing/{i}", shared[: 600 + 120 * i] + prompt(i, 30), 24, at=2 * i)
+        for i in range(6)
+    )
+    first = (Request("first/0", shared, 24, params=_PLAIN),)
+    return Row("block ends", (first, sharing, (*writing, joining)))
+
+
 def rows_of(spec: EngineSpec, *names: str) -> list[Row]:
     """Those of these rows that the engine has."""
     known = {row.name: row for row in rows(spec)}

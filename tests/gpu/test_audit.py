@@ -114,6 +114,8 @@ def test_recurrent_states(hybrids, engine):
         assert (found["layer"], found["group"]) == (lost["layer"], lost["group"])
         assert found["num_layers"] == 1
         assert found["owner"].startswith("eight/")
+    if BY_NAME[engine].cached:
+        assert any(report["hits"]["block ends"].values())
 
 
 @HYBRIDS

@@ -164,7 +164,8 @@ struct AuditGroup {
   Seat* seats;
   Feature* features;   // [num_seats, kMaxFeatures]
   uint64_t* expected;  // [num_seats, max_blocks]: H at block ends; 0: not known
-  int32_t* owners;     // [num_blocks]: generation; 0: nobody's
+  int32_t* owners;     // [num_blocks]: generation; 0: nobody's; below: it holds
+                       // recurrent states of that one
   PlanRow* plan;
   FindingsHeader* header;
   // [num_blocks + num_stored]: which store a load brought to the block; of a kept
@@ -302,7 +303,7 @@ struct AuditReseedArgs : AuditGroup {
 // What happens to a block, and the value that comes with it.
 enum BlockEvent : int64_t {
   kGiven,   // to a request: its generation; 0: to another group, so that its slots hold
-            // nothing of this one
+            // nothing of this one; below: to one of recurrent states, of that request
   kFilled,  // by a KV connector: the number of the store that it brings; 0: not known
   kStored,  // by a KV connector: the number of the store; 0: it is not kept
 };

@@ -228,11 +228,12 @@ void audit_blocks(Tensor tables, int64_t event, Tensor blocks, Tensor values,
              "; must be between ", kGiven + 0, " and ", kStored + 0);
   // Numbers of stores, which need room where they are kept; or generations.
   const int64_t most = event == kGiven || group.num_stored > 0 ? kMaxInt32 : 0;
+  const int64_t least = event == kGiven ? -most : 0;
   for (int64_t i = 0; i < count; ++i) {
     NWOR_CHECK(of_blocks[i] >= 0 && of_blocks[i] < group.num_blocks, op, "blocks[", i,
                "] is ", of_blocks[i], "; must be between 0 and ", group.num_blocks - 1);
-    NWOR_CHECK(of_values[i] >= 0 && of_values[i] <= most, op, "values[", i, "] is ",
-               of_values[i], "; must be between 0 and ", most,
+    NWOR_CHECK(of_values[i] >= least && of_values[i] <= most, op, "values[", i, "] is ",
+               of_values[i], "; must be between ", least, " and ", most,
                most == 0 ? ", because the group keeps no stored blocks" : "");
   }
   AuditBlocksArgs args{group, static_cast<BlockEvent>(event), step, 0, {}, {}};

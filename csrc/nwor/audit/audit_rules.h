@@ -954,7 +954,7 @@ struct BlockEvents : AuditBlocksArgs {
         SlotRecord& record = records[first + o];
         if (event == kFilled) {
           record.state = kSlotLoaded;
-        } else if (value == 0) {
+        } else if (value <= 0) {
           record = {0, -1, 0, record.step, record.generation, kSlotNever, kContentNone};
         }
       }

@@ -14,6 +14,9 @@
 // What is compared is a *sample*: kSampleWords words, for temporal states from as many
 // heads as there are parts.
 //
+// Where states are found in the prefix cache, a block keeps that of a text's begin, as
+// a rule up to a block's end: a *boundary*. A StateRecord says of which text it is.
+//
 // vllm/v1/nwor/audit/states.py allocates the tables.
 #pragma once
 
@@ -29,7 +32,7 @@ constexpr int64_t kMaxStateGroups = 16;
 // States of all layers, at most.
 constexpr int64_t kMaxStates = 1024;
 
-// One state of one layer. A row of `states`, int64 [num_states, 39]; sizes in bytes.
+// One state of one layer. A row of `states`, int64 [num_states, 40]; sizes in bytes.
 struct State {
   const uint8_t* base;
   int64_t block_stride;
@@ -38,6 +41,7 @@ struct State {
   int64_t num_columns;  // of the buffer of a convolution
   int64_t column_stride;
   int64_t word_bytes;  // 2, 4 or 8
+  int64_t in_group;    // its number in the group
   int64_t offsets[kSampleWords];
 
   NWOR_HOST_DEVICE bool is_temporal() const { return window == 0; }
@@ -45,19 +49,40 @@ struct State {
 constexpr int64_t kStateColumns = sizeof(State) / sizeof(int64_t);
 
 // What a request in the batch has written. A row of `state_seats`, int64
-// [num_seats, 23].
+// [num_seats, 25].
 struct StateSeat {
   int64_t generation;    // 0: nothing
   int64_t length;        // tokens that are in the state which it reads next
   int64_t first_length;  // tokens that are in the first of its last columns
   int64_t num_columns;
   int64_t step;
+  int64_t last_token;  // the last one that is in the state which it reads next
+  int64_t boundary;    // position of one that vLLM was to copy after the step; 0: none
   // Tokens whose inputs a convolution's buffer has, and the first column that is read.
   int64_t num_buffered;
   int64_t first_read;
   int32_t buffered[kMaxBuffer];
 };
-static_assert(sizeof(StateSeat) == 184, "a StateSeat is a row of state_seats");
+static_assert(sizeof(StateSeat) == 200, "a StateSeat is a row of state_seats");
+
+// What a block's states were when they were last recorded. A row of `state_records`,
+// int64 [num_state_blocks, 3].
+struct StateRecord {
+  uint64_t hash;       // H of the text in it (audit.h)
+  int32_t generation;  // of the request that wrote; 0: not known
+  int32_t length;      // tokens of the text
+  int32_t step;
+  int32_t opaque;  // its text is not known
+};
+static_assert(sizeof(StateRecord) == 24, "a StateRecord is a row of state_records");
+
+// A group's block table, as AuditStep has that of an attention group; an entry is a
+// block.
+struct StateBlocks {
+  const int32_t* blocks;  // nullptr: not known
+  int64_t stride;
+  int64_t width;
+};
 
 // Where the kernels of a step find a group's states: vLLM's own metadata, device
 // memory. Batch rows are windows (they keep a state for each token) or not. A row of
@@ -84,18 +109,26 @@ struct StateTables {
   int32_t* last_tokens;  // [num_groups, num_blocks]: the last one that a block's
                          // temporal states have; -1: not known
   int64_t* totals;       // [2]: samples compared; read, but not known
+  StateRecord* state_records;
+  uint64_t* boundaries;  // [num_state_blocks, max_in_group]: samples of the records
   int64_t num_states;
   int64_t num_groups;
   int64_t max_columns;  // 1 + K
   int64_t conv_window;  // State::window of the convolutions
   int64_t num_scratch;
   int64_t num_state_blocks;
+  int64_t max_in_group;     // states of a group
+  int64_t boundary_tokens;  // of a block; 0: states are not in the prefix cache
+  StateBlocks state_blocks[kMaxStateGroups];
 
   NWOR_HOST_DEVICE uint64_t* scratch_of(int64_t row, int64_t state) const {
     return scratch + (row * num_states + state) * num_scratch;
   }
   NWOR_HOST_DEVICE uint64_t* columns_of(int64_t seat, int64_t state) const {
     return columns + (seat * num_states + state) * max_columns;
+  }
+  NWOR_HOST_DEVICE uint64_t& boundary_of(int64_t block, int64_t state) const {
+    return boundaries[block * max_in_group + states[state].in_group];
   }
 };
 constexpr int64_t kStateTablesColumns = sizeof(StateTables) / sizeof(int64_t);

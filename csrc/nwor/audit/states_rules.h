@@ -10,6 +10,9 @@
 // "Not written" is concluded from equal samples, not zero, only if the token is another
 // one than the block's states had last (temporal), or than all those in the buffer
 // (convolution): the same token again may give the same bits.
+//
+// A request that comes with a state from the prefix cache must find that of its text:
+// the record of the block says of which text its states are, and their samples.
 #pragma once
 
 #include "audit/audit_rules.h"
@@ -81,7 +84,21 @@ struct Verdict {
   int64_t generation;
   int64_t length;
   int64_t step;
+  int64_t boundary = 0;  // of the request's block that ends there; 0: of what it reads
 };
+
+// By a warp: the sample of what is read from the first column of `block`.
+template <typename Team>
+NWOR_RULE uint64_t read_at(Team& team, const State& state, int64_t block) {
+  if (state.is_temporal()) {
+    return sample_of(team, state, block, 0).whole();
+  }
+  uint64_t samples[kMaxBuffer];
+  for (int64_t c = 0; c < state.window; ++c) {
+    samples[c] = sample_of(team, state, block, c).whole();
+  }
+  return window_at(state, 0, samples);
+}
 
 struct StatesPass : StatesArgs {
   // A request's place in a group's metadata.
@@ -135,6 +152,52 @@ struct StatesPass : StatesArgs {
     return block > 0 && block < num_state_blocks ? block : -1;
   }
 
+  // The block of a request that ends at position `end`; 0: the null block, -1: not
+  // known. end > 0; of a text that ends inside a block, its last one.
+  NWOR_RULE int64_t block_before(int64_t g, int64_t r, int64_t end) const {
+    const StateBlocks& of = state_blocks[g];
+    const int64_t number = (end - 1) / boundary_tokens;
+    if (of.blocks == nullptr || number >= of.width) {
+      return -1;
+    }
+    const int64_t block = of.blocks[r * of.stride + number];
+    return block < num_state_blocks ? block : -1;
+  }
+
+  // What a step leaves in a block for those who find it there: column `column`, a state
+  // of `length` tokens. length 0: nothing.
+  struct Held {
+    int64_t block;
+    int64_t column;
+    int64_t length;
+  };
+
+  // One state is left where it is. Of a window whose kept tokens pass the end of a
+  // block, vLLM copies the state of there after sampling. With blocks of 4, a window
+  // from position 2 of which 3 are kept passes 4: its column 1, to the first block.
+  NWOR_RULE Held held_by(const Rows& rows, int64_t g, const Place& place,
+                         int64_t num_kept) const {
+    if (boundary_tokens == 0) {
+      return {-1, 0, 0};
+    }
+    const int64_t start = plan[rows.begin].position;
+    if (!place.is_window) {
+      return {block_of(metadata[g], place, 0), 0, start + rows.end - rows.begin};
+    }
+    const int64_t end = (start + num_kept) / boundary_tokens * boundary_tokens;
+    if (end <= start) {
+      return {-1, 0, 0};
+    }
+    return {block_before(g, rows.request, end), end - start - 1, end};
+  }
+
+  // The block with the state of `start` tokens that a request found in the prefix
+  // cache. -1: not known, or a KV connector may have filled it.
+  NWOR_RULE int64_t source_of(const Rows& rows, int64_t g, int64_t start) const {
+    const bool is_ours = boundary_tokens > 0 && seats[rows.seat].loads != kUnknownLoads;
+    return is_ours ? block_before(g, rows.request, start) : -1;
+  }
+
   // Reports this team's verdicts: one finding for each class, and kind of state.
   // `block`, `column`: of the first state concerned.
   NWOR_RULE void report_verdicts(const Verdict* verdicts, const Place* places,
@@ -158,11 +221,17 @@ struct StatesPass : StatesArgs {
         continue;
       }
       const Place& place = places[states[first].group];
+      const int64_t g = states[first].group, owner = seats[rows.seat].generation;
+      if (of.boundary > 0) {
+        report(*this, {step, of.kind, owner, of.boundary - 1,
+                       block_before(g, rows.request, of.boundary), first, number,
+                       of.generation, of.step, of.boundary, of.length});
+        continue;
+      }
       const int64_t column = states[first].is_temporal() ? place.offset : 0;
-      const int64_t block = block_of(metadata[states[first].group], place, column);
-      report(*this, {step, of.kind, seats[rows.seat].generation, position,
-                     block | place.offset << 40, first, number, of.generation, of.step,
-                     expected_length, of.length});
+      const int64_t block = block_of(metadata[g], place, column);
+      report(*this, {step, of.kind, owner, position, block | place.offset << 40, first,
+                     number, of.generation, of.step, expected_length, of.length});
     }
   }
 };
@@ -190,8 +259,31 @@ struct ReadStates : StatesPass {
         // What is in its buffers is not what is known to be.
         state_seats[rows.seat].num_buffered = 0;
       }
+      if (team.index() == 0) {
+        set_last_tokens(rows, places, start);
+      }
       team.sync();
     });
+  }
+
+  NWOR_RULE bool is_known(const Rows& rows, int64_t start) const {
+    const StateSeat& seat = state_seats[rows.seat];
+    return seat.generation == seats[rows.seat].generation && seat.length == start;
+  }
+
+  // vLLM may have copied the state that is read to its block.
+  NWOR_RULE void set_last_tokens(const Rows& rows, const Place* places,
+                                 int64_t start) const {
+    for (int64_t g = 0; g < num_groups; ++g) {
+      const int64_t block =
+          places[g].has_state ? block_of(metadata[g], places[g], places[g].offset) : -1;
+      if (block >= 0) {
+        last_tokens[g * num_state_blocks + block] =
+            is_known(rows, start)
+                ? static_cast<int32_t>(state_seats[rows.seat].last_token)
+                : -1;
+      }
+    }
   }
 
   // By a warp: compares the state that is read, and keeps samples of what will be
@@ -232,24 +324,71 @@ struct ReadStates : StatesPass {
       team.warp_sync();
       found = window_at(state, place.offset, kept);
     }
-    const StateSeat& of_seat = state_seats[rows.seat];
-    const Seat& seat = seats[rows.seat];
     if (start == 0) {
       return {place.has_state ? int64_t{kNoStateYet} : -1, 0, -1, 0};
     }
     if (!place.has_state) {
       return {kStateLost, 0, -1, 0};
     }
-    const bool is_known =
-        of_seat.generation == seat.generation && of_seat.length == start;
-    if (team.lane() == 0) {
-      count(totals[is_known ? 0 : 1]);
+    if (!is_known(rows, start)) {
+      return judge_hit(team, rows, s, start, block, found);
     }
-    const uint64_t next = wanted[rows.seat * num_states + s];
-    if (!is_known || block < 0 || found == next) {
+    if (team.lane() == 0) {
+      count(totals[0]);
+    }
+    if (block >= 0 && found != wanted[rows.seat * num_states + s]) {
+      return whose(team, rows.seat, s, found);
+    }
+    return judge_boundary(team, rows, s);
+  }
+
+  // By a warp: a request that has not run before reads a state of `start` tokens.
+  template <typename Team>
+  NWOR_RULE Verdict judge_hit(Team& team, const Rows& rows, int64_t s, int64_t start,
+                              int64_t block, uint64_t found) const {
+    const State& state = states[s];
+    const Seat& seat = seats[rows.seat];
+    const int64_t source = source_of(rows, state.group, start);
+    if (source == 0 && seat.loads == kNoLoads) {
+      return {kStateLost, 0, -1, 0, start};
+    }
+    const bool is_recorded = source > 0 && state_records[source].generation != 0;
+    if (team.lane() == 0) {
+      count(totals[is_recorded ? 0 : 1]);
+    }
+    if (!is_recorded) {
+      const uint64_t there = source > 0 ? read_at(team, state, source) : 0;
+      if (source > 0 && team.lane() == 0) {
+        boundary_of(source, s) = there;  // for later hits: adopt_boundary
+      }
       return {-1, 0, 0, 0};
     }
-    return whose(team, rows.seat, s, found);
+    const StateRecord& record = state_records[source];
+    if (!seat.opaque && !record.opaque && record.hash != seat.hash) {
+      return {kForeignState, record.generation, record.length, record.step, start};
+    }
+    const uint64_t recorded = boundary_of(source, s);
+    if (block < 0 || found == recorded) {
+      return {-1, 0, 0, 0};
+    }
+    const bool is_source = read_at(team, state, source) != recorded;
+    return {kChangedState, record.generation, -1, record.step, is_source ? start : 0};
+  }
+
+  // By a warp: whether the boundary that the request's last step passed was written. By
+  // now its block may be another's.
+  template <typename Team>
+  NWOR_RULE Verdict judge_boundary(Team& team, const Rows& rows, int64_t s) const {
+    const State& state = states[s];
+    const StateSeat& seat = state_seats[rows.seat];
+    const int64_t generation = seats[rows.seat].generation;
+    const int64_t to =
+        seat.boundary > 0 ? block_before(state.group, rows.request, seat.boundary) : -1;
+    if (to <= 0 || owners[to] != -generation ||
+        read_at(team, state, to) == boundary_of(to, s)) {
+      return {-1, 0, 0, 0};
+    }
+    return {kStateNotWritten, generation, -1, seat.step, seat.boundary};
   }
 
   // By a warp: who wrote a state with this sample.
@@ -374,17 +513,24 @@ struct WrittenStates : StatesPass {
       const bool is_known = seat.generation == seats[rows.seat].generation &&
                             seat.length == plan[rows.begin].position;
       const int64_t newest = kept + state.window - 1;
-      for (int64_t c = 0; is_known && c < seat.num_buffered; ++c) {
-        is_same = is_same || (seat.buffered[c] >= 0 && newest < end &&
-                              before[c] == samples[newest]);
+      // A copy of the buffer begins with the first column that is read.
+      const int64_t shift = seat.first_read - place.offset;
+      for (int64_t c = 0; is_known && newest < end && c < state.num_columns; ++c) {
+        const int64_t at = c + shift;
+        is_same = is_same || (at >= 0 && at < seat.num_buffered &&
+                              seat.buffered[at] >= 0 && before[c] == samples[newest]);
       }
       for (int64_t c = 0; is_known && c < seat.num_buffered; ++c) {
         is_same = is_same && seat.buffered[c] != token;
       }
     }
+    const Held held = held_by(rows, state.group, place, num_kept);
     team.warp_sync();
     if (team.lane() == 0) {
       wanted[rows.seat * num_states + s] = written_to[kept];
+      if (held.block > 0) {
+        boundary_of(held.block, s) = written_to[held.column];
+      }
     }
     return is_same;
   }
@@ -397,6 +543,9 @@ struct WrittenStates : StatesPass {
     const bool is_known =
         seat.generation == seats[rows.seat].generation && seat.length == start;
     for (int64_t g = 0; g < num_groups; ++g) {
+      if (!is_known && start > 0) {
+        adopt_boundary(rows, g, start);
+      }
       const int64_t count = places[g].is_window ? least(q, max_columns) : 1;
       for (int64_t c = 0; c < count; ++c) {
         const int64_t block = block_of(metadata[g], places[g], c);
@@ -405,6 +554,7 @@ struct WrittenStates : StatesPass {
               plan[places[g].is_window ? rows.begin + c : rows.end - 1].token;
         }
       }
+      remember_boundary(rows, g, places[g], num_kept);
     }
     const bool is_window = num_groups > 0 && places[0].is_window;
     // The last `width` inputs before the step, then those of the step.
@@ -431,6 +581,46 @@ struct WrittenStates : StatesPass {
     seat.first_length = is_window ? start + 1 : start + q;
     seat.num_columns = is_window ? least(q, max_columns) : 1;
     seat.step = step;
+    seat.last_token = plan[is_window ? rows.begin + num_kept - 1 : rows.end - 1].token;
+    const Held held = held_by(rows, 0, places[0], num_kept);
+    seat.boundary = is_window && held.block > 0 ? held.length : 0;
+  }
+
+  NWOR_RULE static StateRecord record_of(const Seat& seat, uint64_t hash,
+                                         int64_t length, int64_t step) {
+    return {hash, static_cast<int32_t>(seat.generation), static_cast<int32_t>(length),
+            static_cast<int32_t>(step), static_cast<int32_t>(seat.opaque)};
+  }
+
+  // By one thread: a state of unknown origin that a request found counts as that of its
+  // text from then on.
+  NWOR_RULE void adopt_boundary(const Rows& rows, int64_t g, int64_t start) const {
+    const int64_t source = source_of(rows, g, start);
+    const Seat& seat = seats[rows.seat];
+    if (source > 0 && state_records[source].generation == 0) {
+      state_records[source] = record_of(seat, seat.hash, start, step);
+    }
+  }
+
+  // By one thread: which text a block of group g stands for now.
+  NWOR_RULE void remember_boundary(const Rows& rows, int64_t g, const Place& place,
+                                   int64_t num_kept) const {
+    const int64_t start = plan[rows.begin].position;
+    const Held held = held_by(rows, g, place, num_kept);
+    if (held.block <= 0) {
+      return;
+    }
+    const Seat& seat = seats[rows.seat];
+    const PlanRow& last = plan[rows.begin + held.length - start - 1];
+    state_records[held.block] = record_of(seat, last.hash, held.length, step);
+    last_tokens[g * num_state_blocks + held.block] = last.token;
+    // Some layers also write a state from inside a chunk, to the block before.
+    const int64_t before = (held.length - 1) / boundary_tokens * boundary_tokens;
+    const int64_t inner =
+        !place.is_window && before > start ? block_before(g, rows.request, before) : 0;
+    if (inner > 0) {
+      state_records[inner].generation = 0;
+    }
   }
 };
 

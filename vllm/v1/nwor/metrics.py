@@ -81,10 +81,10 @@ FINDINGS = {
     "never_loaded": "a load was reported done and changed nothing",
     "stale_state": "a request reads its own recurrent state of another position",
     "foreign_state": "a request reads another one's recurrent state",
-    "changed_state": "a recurrent state is not what the request's last step left",
+    "changed_state": "a recurrent state is not what was left for the request",
     "state_not_written": "a recurrent state was not written",
     "no_state_yet": "a request reads a recurrent state before it has one",
-    "state_lost": "a request starts again without its recurrent state",
+    "state_lost": "a request goes on without its recurrent state",
     "state_ahead": "a recurrent state includes drafts that were rejected",
     STALE: "a block in a request's table was computed by other weights",
 }

@@ -144,9 +144,11 @@ RECORD_COLUMNS: int
 SEAT_COLUMNS: int
 PLAN_COLUMNS: int
 FINDING_COLUMNS: int
-# Of its tables of recurrent states: State and StateSeat of states.h, and limits there.
+# Of its tables of recurrent states: State, StateSeat and StateRecord of states.h, and
+# limits there.
 STATE_COLUMNS: int
 STATE_SEAT_COLUMNS: int
+STATE_RECORD_COLUMNS: int
 SAMPLE_WORDS: int
 SAMPLE_PARTS: int
 MAX_BUFFER: int

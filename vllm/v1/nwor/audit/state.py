@@ -146,6 +146,9 @@ class Audit:
             self._blocks(group, GIVEN, dict.fromkeys(zeroed, NOBODY).items())
             for copy in copied:
                 group.copy_block(*copy)
+        if self.states:
+            for copy in copied:
+                self.states.copy_block(*copy)
         owners: Owners = [{} for _ in self.groups]
         weights = scheduled.weights()
         self.requests.name_weights(weights)
@@ -209,9 +212,11 @@ class Audit:
         for group_id, ids in enumerate(blocks):
             size = self._block_sizes[group_id]
             own = [block for block in ids[num_computed // size :] if block]
+            is_of_states = self.states and group_id in self.states.group_ids
+            others = -generation if is_of_states else NOBODY
             for group, of_group in zip(self.groups, owners, strict=True):
                 is_its = group_id == group.shape.group_id
-                of_group.update(dict.fromkeys(own, generation if is_its else NOBODY))
+                of_group.update(dict.fromkeys(own, generation if is_its else others))
                 if is_its and self.loads is Loads.UNKNOWN:
                     # A load for a request that ended first may have filled them.
                     empty = filter(None, ids[-(-num_computed // size) :])
@@ -241,6 +246,8 @@ class Audit:
         """Forgets what the cache holds, as if no step had written to it."""
         for group in self.groups:
             group.forget_cache()
+        if self.states:
+            self.states.forget_all()
 
     def lose_cache(self) -> None:
         """Call when the cache's content is gone, as after a wake-up: what its slots
@@ -257,6 +264,8 @@ class Audit:
         if fills:
             # vLLM has zeroed and copied blocks, perhaps these, before the load.
             self._take_in()
+            if self.states:
+                self.states.forget(list(chain(*blocks)))
         for group in self.groups:
             group_id = group.shape.group_id
             numbers = [0] * len(blocks[group_id])
@@ -307,6 +316,8 @@ class Audit:
         """Call between plan and the forward, when the kernels' metadata is final.
         metadata, kept: as RunnerCaches.read_states."""
         assert self.states is not None
+        self._identify(step.num_tokens)
+        self.states.set_block_tables(step.block_tables)
         rows = self._rows(self.groups[0], step)
         self._ops.audit_states_read(*rows, self.states.tables, metadata)
         self._states_read = metadata, kept

@@ -7,6 +7,7 @@ csrc/nwor/audit/states.h has the structs that are their rows, and says what is c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
@@ -56,14 +57,14 @@ def strides_of(tensor: torch.Tensor) -> list[int]:
     return [stride * tensor.element_size() for stride in tensor.stride()]
 
 
-def row_of(state: StateCache, group: int) -> tuple[int, ...]:
+def row_of(state: StateCache, group: int, in_group: int) -> tuple[int, ...]:
     """State of states.h. group: row of its metadata. Raises StatesRefused."""
     tensor, strides = state.tensor, strides_of(state.tensor)
     word_bytes, offsets = word_offsets(state)
     is_conv = state.kind is StateKind.CONV
     of_buffer = (tensor.shape[1], strides[1]) if is_conv else (0, 0)
     place = tensor.data_ptr(), strides[0], group, state.window
-    return *place, *of_buffer, word_bytes, *offsets
+    return *place, *of_buffer, word_bytes, in_group, *offsets
 
 
 class States:
@@ -71,7 +72,10 @@ class States:
 
     layers: name of the layer, kind and KV-cache group, by the numbers that findings
     have. tables: StateTables of states.h, int64, cpu. totals: [2] int64, device:
-    samples that were compared, and that were read without being known.
+    samples that were compared, and that were read without being known. last_tokens:
+    [num_groups, num_blocks] int32, device: as in StateTables. records:
+    [num_blocks, 3] int64, device: StateRecord, of no block if states are not in the
+    prefix cache.
     """
 
     def __init__(
@@ -86,9 +90,11 @@ class States:
         found = [
             (n, group, one) for n, group in enumerate(groups) for one in group.states
         ]
+        self.group_ids = [group.group_id for group in groups]
         self.layers = [(one.name, str(one.kind), of.group_id) for _, of, one in found]
         self._kept = [one.tensor for *_, one in found]
         windows = {one.window for *_, one in found if one.window} or {0}
+        sizes_of_blocks = {group.block_size for group in groups}
         num_columns = max(
             (one.tensor.shape[1] for *_, one in found if one.kind is StateKind.CONV),
             default=0,
@@ -99,10 +105,18 @@ class States:
             (f"{len(groups)} groups", len(groups) <= ops.MAX_STATE_GROUPS),
             (f"a buffer of {num_columns} columns", num_columns <= ops.MAX_BUFFER),
             (f"convolutions that read {sorted(windows)} columns", len(windows) == 1),
+            (f"blocks of {sorted(sizes_of_blocks)} tokens", len(sizes_of_blocks) == 1),
         ):
             if not is_fine:
                 raise StatesRefused(f"there are {what}")
-        rows = torch.tensor([row_of(one, n) for n, _, one in found])
+        rows = torch.tensor(
+            [
+                row_of(one, number, in_group)
+                for number, group in enumerate(groups)
+                for in_group, one in enumerate(group.states)
+            ]
+        )
+        max_in_group = max(len(group.states) for group in groups)
         max_columns = 1 + num_drafts
         num_scratch = max(ops.SAMPLE_PARTS // 2 * max_columns, num_columns)
 
@@ -110,20 +124,59 @@ class States:
             return memory.take(sizes, dtype).zero_()
 
         of_seats = num_seats, num_states
+        num_records = num_blocks if any(sizes_of_blocks) else 0
+        self.records = take(torch.int64, num_records, ops.STATE_RECORD_COLUMNS)
+        self._boundaries = take(torch.int64, num_records, max_in_group)
         self.totals = take(torch.int64, 2)
+        self.last_tokens = take(torch.int32, len(groups), num_blocks).fill_(-1)
         self._tensors = (
             take(torch.int64, *rows.shape).copy_(rows),
             take(torch.int64, num_seats, ops.STATE_SEAT_COLUMNS),
             take(torch.int64, *of_seats),
             take(torch.int64, *of_seats, max_columns),
             take(torch.int64, *of_seats, num_scratch),
-            take(torch.int32, len(groups), num_blocks).fill_(-1),
+            self.last_tokens,
             self.totals,
+            self.records,
+            self._boundaries,
         )
         sizes = num_states, len(groups), max_columns, *windows, num_scratch, num_blocks
+        sizes = *sizes, max_in_group, *sizes_of_blocks
         addresses = [tensor.data_ptr() for tensor in self._tensors]
-        self.tables = torch.tensor([*addresses, *sizes])
+        of_blocks = [0] * (3 * ops.MAX_STATE_GROUPS)
+        self.tables = torch.tensor([*addresses, *sizes, *of_blocks])
+        self._state_blocks = self.tables.numpy()[-len(of_blocks) :]
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors)
+
+    # -- states in the prefix cache ------------------------------------------------
+
+    def set_block_tables(self, tables: Sequence[torch.Tensor]) -> None:
+        """tables: of the step, as Step.block_tables; for its two ops."""
+        if len(self.records):
+            columns = [
+                (table.data_ptr(), table.stride(0), table.shape[1])
+                for table in map(tables.__getitem__, self.group_ids)
+            ]
+            self._state_blocks[: 3 * len(columns)] = list(chain(*columns))
+
+    def copy_block(self, source: int, to: int) -> None:
+        """vLLM copies a block, so its states are those of the other one."""
+        if len(self.records):
+            self.records[to] = self.records[source]
+            self._boundaries[to] = self._boundaries[source]
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """What these blocks hold is not known: a KV connector fills them."""
+        if len(self.records) and blocks:
+            numbers = torch.tensor(blocks)
+            if self.records.is_cuda:
+                numbers = numbers.pin_memory().to(
+                    self.records.device, non_blocking=True
+                )
+            self.records.index_fill_(0, numbers, 0)
+
+    def forget_all(self) -> None:
+        self.records.zero_()

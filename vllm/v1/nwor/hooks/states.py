@@ -2,8 +2,9 @@
 """Recurrent states: where vLLM keeps them, and which ones the kernels of a step read
 and write, as their own metadata says.
 
-Followed are gated delta nets (GDNAttentionMetadata) whose states are not found in the
-prefix cache (mamba_cache_mode none).
+Followed are gated delta nets (GDNAttentionMetadata). With mamba_cache_mode "align" a
+block of the prefix cache holds the states of a text that ends where it ends; the
+metadata names the blocks to which vLLM has copied them by then.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from .ledger import STATE_METADATA
 
 # Of vLLM's metadata for layers with recurrent state, the followed kind.
 FOLLOWED = "GDNAttentionMetadata"
+# mamba_cache_mode of states that are followed, and whether the prefix cache has them.
+MODES = {"none": False, "align": True}
 # Of StateMetadata of csrc/nwor/audit/states.h.
 NUM_COLUMNS = 8
 
@@ -70,9 +73,9 @@ def _group(runner: Any, gid: int, group: Any) -> StateGroup:
     kind = getattr(spec.mamba_type, "name", str(spec.mamba_type))
     if kind != "GDN_ATTN":
         return StateGroup(gid, (), f"{kind} is not followed, only GDN_ATTN is")
-    if spec.mamba_cache_mode != "none":
-        mode = spec.mamba_cache_mode
-        return StateGroup(gid, (), f"mamba_cache_mode is {mode}, only none is followed")
+    if spec.mamba_cache_mode not in MODES:
+        reason = f"mamba_cache_mode is {spec.mamba_cache_mode}, in which kernels write"
+        return StateGroup(gid, (), f"{reason} a state for each block; not followed")
     modules = runner.compilation_config.static_forward_context
     states: list[StateCache] = []
     for name in group.layer_names:
@@ -86,7 +89,8 @@ def _group(runner: Any, gid: int, group: Any) -> StateGroup:
         window = conv.shape[1] - spec.num_speculative_blocks
         states.append(StateCache(name, StateKind.CONV, conv, window))
         states.append(StateCache(name, StateKind.TEMPORAL, temporal))
-    return StateGroup(gid, states)
+    block_size = spec.block_size if MODES[spec.mamba_cache_mode] else 0
+    return StateGroup(gid, states, block_size=block_size)
 
 
 class StateMetadata:

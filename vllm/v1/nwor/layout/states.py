@@ -40,8 +40,10 @@ class StateCache:
 @dataclass(frozen=True)
 class StateGroup:
     """The recurrent states of one KV-cache group. refusal: why they are not understood,
-    or empty."""
+    or empty. block_size: tokens a block, if states are found in the prefix cache; else
+    0."""
 
     group_id: int
     states: Sequence[StateCache]
     refusal: str = ""
+    block_size: int = 0
