@@ -31,6 +31,8 @@ constexpr int64_t kMaxBuffer = 32;
 constexpr int64_t kMaxStateGroups = 16;
 // States of all layers, at most.
 constexpr int64_t kMaxStates = 1024;
+// Of StateTables::last_tokens: the block may have states of any text.
+constexpr int32_t kUnknownToken = -2;
 
 // One state of one layer. A row of `states`, int64 [num_states, 40]; sizes in bytes.
 struct State {
@@ -107,7 +109,7 @@ struct StateTables {
   uint64_t* columns;  // [num_seats, num_states, max_columns]: of those written last
   uint64_t* scratch;  // [num_seats, num_states, num_scratch], by batch row: from before
   int32_t* last_tokens;  // [num_groups, num_blocks]: the last one that a block's
-                         // temporal states have; -1: not known
+                         // temporal states have; -1: they have none
   int64_t* totals;       // [2]: samples compared; read, but not known
   StateRecord* state_records;
   uint64_t* boundaries;  // [num_state_blocks, max_in_group]: samples of the records

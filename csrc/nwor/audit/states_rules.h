@@ -281,7 +281,7 @@ struct ReadStates : StatesPass {
         last_tokens[g * num_state_blocks + block] =
             is_known(rows, start)
                 ? static_cast<int32_t>(state_seats[rows.seat].last_token)
-                : -1;
+                : kUnknownToken;
       }
     }
   }
@@ -495,8 +495,9 @@ struct WrittenStates : StatesPass {
         if (c == kept) {
           Sample zero;
           team.sum_parts(zero.parts, [](int64_t word) { return checksum_of(0, word); });
+          const int32_t last = last_tokens[state.group * num_state_blocks + block];
           is_same =
-              last_tokens[state.group * num_state_blocks + block] != token &&
+              last != token && last != kUnknownToken &&
               sample.shares_a_part(reinterpret_cast<const Sample*>(before)[c], zero);
         }
       }
