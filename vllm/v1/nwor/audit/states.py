@@ -39,7 +39,8 @@ def word_offsets(state: StateCache) -> tuple[int, list[int]]:
         return size, [(s + i) * strides[2] for s in starts for i in range(together)]
     _, num_heads, num_rows, num_columns = tensor.shape
     num_sectors = num_columns * size // SECTOR_BYTES
-    if strides[3] != size or not num_sectors or any(n % 8 for n in strides[:3]):
+    places = tensor.data_ptr(), *strides[:3]
+    if strides[3] != size or not num_sectors or any(n % 8 for n in places):
         raise refused
     offsets: list[int] = []
     for part in range(ops.SAMPLE_PARTS):
@@ -63,7 +64,8 @@ def row_of(state: StateCache, group: int) -> tuple[int, ...]:
     is_conv = state.kind is StateKind.CONV
     of_buffer = (tensor.shape[1], strides[1]) if is_conv else (0, 0)
     place = tensor.data_ptr(), strides[0], group, state.window
-    return *place, *of_buffer, word_bytes, *offsets
+    same_parts = ops.SAMPLE_PARTS if state.can_rest else 1
+    return *place, *of_buffer, word_bytes, same_parts, *offsets
 
 
 class States:

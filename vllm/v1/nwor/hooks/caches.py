@@ -121,7 +121,7 @@ def bound(runner: Any) -> RunnerCaches:
         vllm_version=vllm.__version__,
         states=of_states,
         read_states=states.StateMetadata(
-            [group.states[0].name for group in of_states if group.states]
+            [group for group in of_states if group.states]
         ).read,
         adapters=adapters.watch(runner),
     )
