@@ -6,13 +6,15 @@ csrc/nwor/audit/states.h has the structs that are their rows, and says what is c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from .. import ops
 from ..layout.states import StateCache, StateGroup, StateKind, StatesRefused
-from ..layout.tables import DeviceMemory
+from ..layout.tables import ALIGNMENT, DeviceMemory
 
 # Bytes that the device reads at once: words of a sample lie together in as many.
 SECTOR_BYTES = 32
@@ -68,12 +70,48 @@ def row_of(state: StateCache, group: int) -> tuple[int, ...]:
     return *place, *of_buffer, word_bytes, same_parts, *offsets
 
 
+class Sizes(NamedTuple):
+    """Of the tables. num_columns: of the widest buffer of a convolution."""
+
+    num_states: int
+    num_groups: int
+    num_columns: int
+    num_seats: int
+    num_blocks: int
+    num_drafts: int
+
+    @property
+    def num_scratch(self) -> int:
+        of_samples = ops.SAMPLE_PARTS // 2 * (1 + self.num_drafts)
+        return max(of_samples, self.num_columns)
+
+    def shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """The tensors, in the order of StateTables."""
+        of_seats = self.num_seats, self.num_states
+        return [
+            ((self.num_states, ops.STATE_COLUMNS), torch.int64),
+            ((self.num_seats, ops.STATE_SEAT_COLUMNS), torch.int64),
+            (of_seats, torch.int64),
+            ((*of_seats, 1 + self.num_drafts), torch.int64),
+            ((*of_seats, self.num_scratch), torch.int64),
+            ((self.num_groups, self.num_blocks), torch.int32),
+            ((2,), torch.int64),
+        ]
+
+    def num_bytes(self) -> int:
+        """Memory that is enough for States."""
+        shapes = self.shapes()
+        sizes = [math.prod(size) * dtype.itemsize for size, dtype in shapes]
+        return sum(sizes) + len(sizes) * ALIGNMENT
+
+
 class States:
     """The recurrent states of all followed groups.
 
     layers: name of the layer, kind and KV-cache group, by the numbers that findings
     have. tables: StateTables of states.h, int64, cpu. totals: [2] int64, device:
-    samples that were compared, and that were read without being known.
+    samples that were compared, and that were read without being known. step_bytes: of
+    states, read in a step whose requests all have the most drafts.
     """
 
     def __init__(
@@ -106,25 +144,26 @@ class States:
                 raise StatesRefused(f"there are {what}")
         rows = torch.tensor([row_of(one, n) for n, _, one in found])
         max_columns = 1 + num_drafts
-        num_scratch = max(ops.SAMPLE_PARTS // 2 * max_columns, num_columns)
-
-        def take(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
-            return memory.take(sizes, dtype).zero_()
-
-        of_seats = num_seats, num_states
-        self.totals = take(torch.int64, 2)
-        self._tensors = (
-            take(torch.int64, *rows.shape).copy_(rows),
-            take(torch.int64, num_seats, ops.STATE_SEAT_COLUMNS),
-            take(torch.int64, *of_seats),
-            take(torch.int64, *of_seats, max_columns),
-            take(torch.int64, *of_seats, num_scratch),
-            take(torch.int32, len(groups), num_blocks).fill_(-1),
-            self.totals,
-        )
-        sizes = num_states, len(groups), max_columns, *windows, num_scratch, num_blocks
+        of = num_states, len(groups), num_columns, num_seats, num_blocks, num_drafts
+        sizes = Sizes(*of)
+        self._tensors = [
+            memory.take(size, dtype).zero_() for size, dtype in sizes.shapes()
+        ]
+        table, *_, last_tokens, self.totals = self._tensors
+        table.copy_(rows)
+        last_tokens.fill_(-1)
+        columns = num_states, len(groups), max_columns, *windows
         addresses = [tensor.data_ptr() for tensor in self._tensors]
-        self.tables = torch.tensor([*addresses, *sizes])
+        of_blocks = sizes.num_scratch, num_blocks
+        self.tables = torch.tensor([*addresses, *columns, *of_blocks])
+        # Before the forward what is read, and before and after it what is written.
+        word_bytes = rows[:, 6]
+        num_samples = [
+            2 * one.tensor.shape[1] if one.window else 1 + 2 * max_columns
+            for *_, one in found
+        ]
+        of_a_seat = int((word_bytes * torch.tensor(num_samples)).sum())
+        self.step_bytes = num_seats * ops.SAMPLE_WORDS * of_a_seat
 
     @property
     def num_bytes(self) -> int:

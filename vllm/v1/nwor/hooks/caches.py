@@ -9,6 +9,10 @@ from typing import Any
 import torch
 import vllm
 from vllm.v1 import kv_cache_interface as kv
+from vllm.v1.core.kv_cache_utils import (
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+)
 
 from ..base.errors import error_text
 from ..base.payload import MAX_IN_FLIGHT
@@ -75,25 +79,47 @@ def loads_of(vllm_config: Any) -> Loads:
 def expected(runner: Any) -> ExpectedCaches:
     """Before vLLM sizes the KV cache. Raises GroupRefused, as draft_layer_names."""
     draft_names = draft_layer_names(runner)
-    layers = [
-        ExpectedLayer(
-            type(spec).__name__,
-            spec.page_size_bytes,
-            spec.block_size,
-            getattr(spec, "sliding_window", None),
-            isinstance(spec, kv.AttentionSpec) and name not in draft_names,
-        )
-        for name, spec in runner.get_kv_cache_spec().items()
-    ]
     cache = runner.vllm_config.cache_config
     available = cache.kv_cache_memory_bytes
     if not available and runner.device.type == "cuda":
         _, total = torch.cuda.mem_get_info(runner.device)
         taken = torch.cuda.memory_allocated(runner.device)
         available = int(total * cache.gpu_memory_utilization) - taken
-    return ExpectedCaches(
-        limits(runner), layers, available or None, cache.num_gpu_blocks_override
-    )
+    specs, num_blocks = runner.get_kv_cache_spec(), cache.num_gpu_blocks_override
+    groups: list[dict[str, Any]] = [specs]
+    if len({_kind(spec) for spec in specs.values()}) > 1:
+        groups, num_blocks = _grouped(runner.vllm_config, specs, available or 0)
+    layers = [
+        ExpectedLayer(
+            *_kind(spec),
+            isinstance(spec, kv.AttentionSpec) and name not in draft_names,
+            gid,
+            tuple(spec.shapes) if isinstance(spec, kv.MambaSpec) else (),
+        )
+        for gid, group in enumerate(groups)
+        for name, spec in group.items()
+    ]
+    return ExpectedCaches(limits(runner), layers, available or None, num_blocks)
+
+
+def _kind(spec: Any) -> tuple[str, int, int, int | None]:
+    """As ExpectedLayer."""
+    window = getattr(spec, "sliding_window", None)
+    return type(spec).__name__, spec.page_size_bytes, spec.block_size, window
+
+
+def _grouped(
+    vllm_config: Any, specs: dict[str, Any], available: int
+) -> tuple[list[dict[str, Any]], int]:
+    """The groups that vLLM makes of the layers, and how many blocks they will have."""
+    groups = get_kv_cache_groups(vllm_config, dict(specs))
+    config = get_kv_cache_config_from_groups(vllm_config, groups, available)
+    found = []
+    for group in groups:
+        spec = group.kv_cache_spec
+        of_layers = getattr(spec, "kv_cache_specs", dict.fromkeys(group.layer_names, spec))
+        found.append(of_layers)
+    return found, config.num_blocks
 
 
 def bound(runner: Any) -> RunnerCaches:
