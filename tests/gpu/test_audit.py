@@ -109,6 +109,7 @@ def test_recurrent_states(hybrids, engine):
     # All rows have more than 200 steps; three layers have states.
     assert num_compared > look["num_states"] * 200 >= 3 * 200
     assert num_unknown == 0
+    assert look["is_reserved"]
     (found,) = look["findings"]
     assert found | lost == found
     assert found["owner"].startswith("eight/")

@@ -4,10 +4,10 @@
 the memory that it reserves for them.
 
 vLLM's CPU code of these layers is wrong with speculation, whether there are drafts or
-not. Its convolutions read the end of a buffer whose begin a prompt's inputs went to, and
-its Mamba kernel takes the table of states, [requests, 1 + K], for one of [requests]: the
-second request's state goes to the first one's second column. So engines run without
-speculation, but for the test of that.
+not. Its convolutions read the end of a buffer whose begin a prompt's inputs went to.
+Its Mamba kernel takes the table of states, [requests, 1 + K], for one of [requests], so
+the second request's state goes to the first one's second column. Engines therefore run
+without speculation, but for the test of that.
 
 Not covered: Mamba1 (vLLM's CPU code has weights of another shape and raises), linear
 attention and Kimi's delta attention (they need Triton).
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest

@@ -47,7 +47,6 @@ from vllm_nwor.audit.observer import RunnerAudit
 from vllm_nwor.audit.state import Audit
 from vllm_nwor.audit.states import Sizes as StateSizes
 from vllm_nwor.audit.tables import AuditedGroup, GroupShape, num_bytes
-from vllm_nwor.base.errors import GroupRefused
 from vllm_nwor.config import AuditMode, NworConfig, NworConfigError, StaleMode
 from vllm_nwor.hooks import caches, connectors, runner_v1, runner_v2, worker
 from vllm_nwor.hooks.runner import RunnerState, execute_model, sample_tokens

@@ -390,7 +390,9 @@ def test_what_is_refused_says_why(reason):
 def test_a_kind_that_is_not_known_is_refused_by_its_name():
     runner = a_runner("PLE_SHORT_CONV_ATTN", shapes=[CONV])
     (group,) = states.groups_of(runner)
-    assert group.refusal.startswith("PLE_SHORT_CONV_ATTN is not followed, only GDN_ATTN")
+    assert group.refusal.startswith(
+        "PLE_SHORT_CONV_ATTN is not followed, only GDN_ATTN"
+    )
 
 
 @pytest.mark.parametrize("metadata", [{LAYER: SimpleNamespace()}, [{}], None])

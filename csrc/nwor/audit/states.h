@@ -68,7 +68,7 @@ struct StateMetadata {
   int64_t num_windows;           // so many, without is_window
   const int32_t* window_blocks;  // [windows, 1 + K], rows may be strided
   int64_t window_stride;
-  const int32_t* num_accepted;  // [windows]: n, so that column n - 1 is read; nullptr: 1
+  const int32_t* num_accepted;  // [windows]: n, column n - 1 is read; nullptr: 1
   const int32_t* blocks;        // of the other rows; strided
   int64_t block_stride;
   const uint8_t* has_state;  // of the other rows: bool; nullptr: all have, or seq_lens

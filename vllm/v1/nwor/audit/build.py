@@ -206,17 +206,15 @@ def _of_states(caches: RunnerCaches, states: States | None, reason: str) -> list
             about = f"{len(group.states)} recurrent states ({group.backend})"
         found.append(f"group {group.group_id}: {about}")
     if states is not None:
+        taken, read = states.num_bytes / 2**20, states.step_bytes / 2**20
         found.append(
-            f"{len(states.layers)} recurrent states: {states.num_bytes / 2**20:.2f} MiB, "
-            f"2 launches a step, {states.step_bytes / 2**20:.2f} MiB read in a step of "
-            f"{caches.limits.num_rows} requests"
+            f"{len(states.layers)} recurrent states: {taken:.2f} MiB, 2 launches a "
+            f"step, {read:.2f} MiB read in a step of {caches.limits.num_rows} requests"
         )
     return found
 
 
-def _about(
-    audit: Audit, caches: RunnerCaches, of_states: list[str]
-) -> dict[str, Any]:
+def _about(audit: Audit, caches: RunnerCaches, of_states: list[str]) -> dict[str, Any]:
     """Versions and audited groups, for the file."""
     versions = {"nwor": __version__, "vllm": caches.vllm_version}
     groups = {str(of.shape.group_id): f"{len(of.layers)} layers" for of in audit.groups}

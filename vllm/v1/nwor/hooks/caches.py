@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import vllm
 from vllm.v1 import kv_cache_interface as kv
-from vllm.v1.core.kv_cache_utils import (
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
-)
 
 from ..base.errors import error_text
 from ..base.payload import MAX_IN_FLIGHT
@@ -89,36 +87,37 @@ def expected(runner: Any) -> ExpectedCaches:
     groups: list[dict[str, Any]] = [specs]
     if len({_kind(spec) for spec in specs.values()}) > 1:
         groups, num_blocks = _grouped(runner.vllm_config, specs, available or 0)
-    layers = [
-        ExpectedLayer(
-            *_kind(spec),
-            isinstance(spec, kv.AttentionSpec) and name not in draft_names,
-            gid,
-            tuple(spec.shapes) if isinstance(spec, kv.MambaSpec) else (),
-        )
-        for gid, group in enumerate(groups)
-        for name, spec in group.items()
-    ]
+    layers = []
+    for gid, group in enumerate(groups):
+        for name, spec in group.items():
+            kind, size, window = _kind(spec)
+            is_target = isinstance(spec, kv.AttentionSpec) and name not in draft_names
+            states = tuple(spec.shapes) if isinstance(spec, kv.MambaSpec) else ()
+            about = window, is_target, gid, states
+            layers.append(ExpectedLayer(kind, spec.page_size_bytes, size, *about))
     return ExpectedCaches(limits(runner), layers, available or None, num_blocks)
 
 
-def _kind(spec: Any) -> tuple[str, int, int, int | None]:
-    """As ExpectedLayer."""
+def _kind(spec: Any) -> tuple[str, int, int | None]:
     window = getattr(spec, "sliding_window", None)
-    return type(spec).__name__, spec.page_size_bytes, spec.block_size, window
+    return type(spec).__name__, spec.block_size, window
 
 
 def _grouped(
     vllm_config: Any, specs: dict[str, Any], available: int
 ) -> tuple[list[dict[str, Any]], int]:
-    """The groups that vLLM makes of the layers, and how many blocks they will have."""
-    groups = get_kv_cache_groups(vllm_config, dict(specs))
-    config = get_kv_cache_config_from_groups(vllm_config, groups, available)
+    """The groups that vLLM makes of the layers, and how many blocks they will have.
+    Raises any exception if vLLM is not as expected."""
+    is_new = find_spec("vllm.v1.core.kv_cache_planning") is not None  # 0.33
+    name = "kv_cache_planning" if is_new else "kv_cache_utils"
+    planning = import_module(f"vllm.v1.core.{name}")
+    groups = planning.get_kv_cache_groups(vllm_config, dict(specs))
+    config = planning.get_kv_cache_config_from_groups(vllm_config, groups, available)
     found = []
     for group in groups:
         spec = group.kv_cache_spec
-        of_layers = getattr(spec, "kv_cache_specs", dict.fromkeys(group.layer_names, spec))
-        found.append(of_layers)
+        of_one = dict.fromkeys(group.layer_names, spec)
+        found.append(getattr(spec, "kv_cache_specs", of_one))
     return found, config.num_blocks
 
 

@@ -96,7 +96,9 @@ def _refusal(spec: Any, config: Any, backend: str) -> str:
     if backend not in KINDS:
         return f"{backend} is not followed, only {', '.join(KINDS)} are"
     mode = spec.mamba_cache_mode
-    return "" if mode == "none" else f"mamba_cache_mode is {mode}, only none is followed"
+    return (
+        "" if mode == "none" else f"mamba_cache_mode is {mode}, only none is followed"
+    )
 
 
 def _states_of(name: str, layer: Any, kind: Kind, spec: Any) -> list[StateCache]:
