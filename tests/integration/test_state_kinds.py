@@ -202,6 +202,16 @@ def test_start_up_says_what_is_followed_and_what_it_costs(engine: Engine) -> Non
     ]
 
 
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+@pytest.mark.parametrize("model", MODELS)
+def test_vllm_keeps_these_states_itself(model: str, mode: str) -> None:
+    """In the modes that undo drafts."""
+    infos = Engine(mode, AUDIT, model).infos
+    resolved = {one.group: one.resolved for one in infos}
+    assert resolved == dict.fromkeys(range(3), "native") | {3: resolved[3]}
+    assert resolved[3] in ("cow", "stage")
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_the_memory_reserved_for_a_hybrid_is_enough(model: str) -> None:
     """And the rest is small: what a table may have beyond the longest text."""
