@@ -7,8 +7,8 @@ than the longest one: it leaves its inputs in the wrong columns. These tests run
 it is, where the audit has to name exactly those windows, and mended. (A CPU with AMX
 takes other code, which raises there; it is switched off.)
 
-Not covered: the V2 runner and CUDA (tests/gpu), states in the prefix cache, models
-with other recurrent layers.
+Not covered: the V2 runner and CUDA (tests/gpu), states in the prefix cache, other
+recurrent layers (test_state_kinds.py).
 """
 
 from __future__ import annotations
