@@ -59,6 +59,7 @@ TESTS = (
     "tests/kernels/test_large_offsets.py",
     "tests/kernels/test_audit.py",
     "tests/simulation",
+    "tests/kernels/test_state_kinds.py",
     "tests/unit/test_report.py",
     "tests/integration/test_states.py",  # with engines, these two; last
     "tests/integration/test_boundary_states.py",

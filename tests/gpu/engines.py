@@ -51,9 +51,9 @@ class EngineSpec:
     device how many drafts it verifies. dynamic: DYNAMIC drafts. flash: FlashAttention's
     version, if not vLLM's choice (3 on Hopper). executor: "" for vLLM's own, "ray", or
     "ray-compiled" (up to 0.32). windows: some layers have a sliding window, and a
-    KV-cache group of their own. hybrid: some layers have recurrent state. cached: which
-    is found in the prefix cache (vLLM 0.29 on). seats: in mode stage, how many requests
-    have shadow blocks; 0 for all.
+    KV-cache group of their own. hybrid: its folder, if some layers have recurrent
+    state. cached: which is found in the prefix cache (vLLM 0.29 on). seats: in mode
+    stage, how many requests have shadow blocks; 0 for all.
     """
 
     name: str
@@ -75,7 +75,7 @@ class EngineSpec:
     executor: str = ""
     runs_on: str = ""
     windows: bool = False
-    hybrid: bool = False
+    hybrid: str = ""
     cached: bool = False
     seats: int = 0
     flash: int = 0
@@ -92,7 +92,7 @@ class EngineSpec:
     def model(self) -> str:
         """The target's folder of models.yml."""
         if self.hybrid:
-            return "hybrid"
+            return self.hybrid
         return "mla" if self.is_mla else "gemma3" if self.windows else "llama"
 
     @property

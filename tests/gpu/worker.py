@@ -150,6 +150,7 @@ class GpuTestExtension(OracleExtension):
             "findings": [asdict(finding) for finding in state.findings.last],
             "totals": dict(state.audit.totals()),
             "states": [] if states is None else states.totals.tolist(),
+            "num_states": 0 if states is None else len(states.layers),
             "bytes": state.audit.num_bytes,
             "is_reserved": state.storage is not None,
             "pools": [
@@ -158,14 +159,16 @@ class GpuTestExtension(OracleExtension):
         }
 
     def test_lose_state(self) -> dict[str, Any]:
-        """Zeroes the temporal states of the batch's first request in the second layer
-        that has some; returns which one that is. (Groups share memory.)"""
+        """Zeroes the last states of the batch's first request in the second layer that
+        has some; returns which ones these are. (Groups share memory.)"""
         runner = self.model_runner
-        name, _, gid = observer_of(runner, "audit").audit.states.layers[3]
+        layers = observer_of(runner, "audit").audit.states.layers
+        name, state, gid = layers[len(layers) // 2]
         layer = runner.compilation_config.static_forward_context[name]
         blocks = block_tables(runner)[gid][0, :5].long()
-        layer.kv_cache[1][blocks] = 0
-        return {"layer": name, "group": gid}
+        layer.kv_cache[-1][blocks] = 0
+        of_state = {"kind": "changed_state", "state": state, "num_layers": 1}
+        return {"layer": name, "group": gid} | of_state
 
     def test_layouts(self) -> list[dict[str, Any]]:
         """`judge_layout` of each target layer."""
@@ -232,11 +235,11 @@ def renew_copies(model: torch.nn.Module | None) -> None:
 
 def fill(name: str, parameter: torch.Tensor) -> None:
     """Random values seeded by `name`: norms are ones, embeddings have unit size, other
-    weights preserve the size of their input."""
+    weights preserve the size of their input. Mamba's states decay."""
     if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
         return
     if parameter.dim() < 2:
-        parameter.fill_(1.0)
+        parameter.fill_(-1.0 if name.endswith(".A") else 1.0)
         return
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     values = torch.randn(parameter.shape, generator=generator)

@@ -5,8 +5,8 @@ nets and one attention layer, on the V1 runner.
 vLLM is mended here (helpers/hybrid.py) where states would be wrong without a fault of
 these tests; test_state_bugs.py runs it as it is.
 
-Not covered: the V2 runner and CUDA (tests/gpu), states in the prefix cache, models
-with other recurrent layers.
+Not covered: the V2 runner and CUDA (tests/gpu), states in the prefix cache, other
+recurrent layers (test_state_kinds.py).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import threading
 import weakref
 import zlib
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -45,8 +45,8 @@ from vllm_nwor.audit import observer as audit_observer
 from vllm_nwor.audit.findings import AuditError, Finding, Findings, Found, Writer
 from vllm_nwor.audit.observer import RunnerAudit
 from vllm_nwor.audit.state import Audit
+from vllm_nwor.audit.states import Sizes as StateSizes
 from vllm_nwor.audit.tables import AuditedGroup, GroupShape, num_bytes
-from vllm_nwor.base.errors import GroupRefused
 from vllm_nwor.config import AuditMode, NworConfig, NworConfigError, StaleMode
 from vllm_nwor.hooks import caches, connectors, runner_v1, runner_v2, worker
 from vllm_nwor.hooks.runner import RunnerState, execute_model, sample_tokens
@@ -1812,6 +1812,7 @@ def test_the_memory_of_an_8b_model_is_0_15_percent_of_its_cache(monkeypatch):
             max_num_batched_tokens=8192,
             max_model_len=8192,
             num_rows=1024,
+            num_drafts=4,
             loads=caches.loads_of(vllm_config),
         )
         expected = ExpectedCaches(limits, layers, room, num_blocks)
@@ -1823,9 +1824,18 @@ def test_the_memory_of_an_8b_model_is_0_15_percent_of_its_cache(monkeypatch):
     assert reserved(False) == size
     assert 1.1 * size < reserved(True) <= 0.0015 * room
     assert reserved(True, 1000) < size / 10
-    other = ExpectedLayer("SlidingWindowSpec", layers[0].page_bytes, 16, 64, True)
-    with pytest.raises(GroupRefused, match="2 kinds of layers"):
-        reserved(True, 1000, [*layers, other])
+    # A group of drafts' layers alone is not audited.
+    other = ExpectedLayer("SlidingWindowSpec", layers[0].page_bytes, 16, 64, True, 1)
+    draft = replace(other, is_target=False, group=2)
+    of_group = reserved(True, 1000, [other])
+    size = reserved(True, 1000)
+    assert reserved(True, 1000, [*layers, other, draft]) == size + of_group
+    # Recurrent states: of each layer a convolution of 3 + 4 columns, and a matrix.
+    shapes = (7, 8192), (32, 128, 128)
+    state = ExpectedLayer("MambaSpec", 1 << 22, 8192, None, False, 0, shapes)
+    states = [replace(state, group=1 + n // 12) for n in range(48)]
+    sizes = StateSizes(96, 4, 7, 1024, 1000, 4)
+    assert reserved(True, 1000, [*layers, *states]) == size + sizes.num_bytes()
 
 
 @pytest.mark.parametrize("has_ended", [False, True])

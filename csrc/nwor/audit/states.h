@@ -44,6 +44,7 @@ struct State {
   int64_t column_stride;
   int64_t word_bytes;  // 2, 4 or 8
   int64_t in_group;    // its number in the group
+  int64_t same_parts;  // a sample is "as before" with so many parts that are
   int64_t offsets[kSampleWords];
 
   NWOR_HOST_DEVICE bool is_temporal() const { return window == 0; }
@@ -88,16 +89,18 @@ struct StateBlocks {
 
 // Where the kernels of a step find a group's states: vLLM's own metadata, device
 // memory. Batch rows are windows (they keep a state for each token) or not. A row of
-// `metadata`, int64 [num_groups, 8].
+// `metadata`, int64 [num_groups, 10].
 struct StateMetadata {
-  const uint8_t* is_window;      // [num_reqs] bool; nullptr: no row is one
+  const uint8_t* is_window;      // [num_reqs] bool; nullptr: the first rows are windows
+  int64_t num_windows;           // so many, without is_window
   const int32_t* window_blocks;  // [windows, 1 + K], rows may be strided
   int64_t window_stride;
-  const int32_t* num_accepted;  // [windows]: n, so that column n - 1 is read
+  const int32_t* num_accepted;  // [windows]: n, column n - 1 is read; nullptr: 1
   const int32_t* blocks;        // of the other rows; strided
   int64_t block_stride;
-  const uint8_t* has_state;  // of the other rows: bool; nullptr: all have
+  const uint8_t* has_state;  // of the other rows: bool; nullptr: all have, or seq_lens
   int64_t num_decodes;       // the first of the other rows, which all have
+  const int32_t* seq_lens;   // [num_reqs]: a row has one if it is longer than its query
 };
 constexpr int64_t kMetadataColumns = sizeof(StateMetadata) / sizeof(int64_t);
 

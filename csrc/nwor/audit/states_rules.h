@@ -45,13 +45,13 @@ struct Sample {
     }
     return sum;
   }
-  // Whether a part is the same that is not zero.
-  NWOR_RULE bool shares_a_part(const Sample& other, const Sample& zero) const {
-    bool shares = false;
+  // Parts that are the same and not zero.
+  NWOR_RULE int64_t num_same(const Sample& other, const Sample& zero) const {
+    int64_t number = 0;
     for (int64_t p = 0; p < kSampleParts; ++p) {
-      shares = shares || (parts[p] == other.parts[p] && parts[p] != zero.parts[p]);
+      number += parts[p] == other.parts[p] && parts[p] != zero.parts[p];
     }
-    return shares;
+    return number;
   }
 };
 static_assert(sizeof(Sample) == 4 * sizeof(uint64_t), "of a column in scratch");
@@ -110,22 +110,32 @@ struct StatesPass : StatesArgs {
   };
 
   template <typename Team>
-  NWOR_RULE Place place_of(Team& team, const StateMetadata& of, int64_t r) const {
-    int64_t num_windows = 0;
+  NWOR_RULE Place place_of(Team& team, const StateMetadata& of,
+                           const Rows& rows) const {
+    const int64_t r = rows.request;
+    int64_t num_windows = least(r, of.num_windows);
+    bool is_window = r < of.num_windows;
     if (of.is_window != nullptr) {
+      num_windows = 0;
       for (int64_t i = team.index(); i < r; i += team.size()) {
         num_windows += of.is_window[i];
       }
       num_windows = static_cast<int64_t>(team.sum(num_windows).total);
+      is_window = of.is_window[r];
     }
-    if (of.is_window != nullptr && of.is_window[r]) {
-      const int64_t num_accepted = of.num_accepted[num_windows];
+    if (is_window) {
+      const int64_t num_accepted =
+          of.num_accepted == nullptr ? 1 : of.num_accepted[num_windows];
       const bool is_there = num_accepted >= 1 && num_accepted <= max_columns;
       return {true, is_there, num_accepted - 1, num_windows};
     }
     const int64_t index = r - num_windows;
-    const bool has =
-        of.has_state == nullptr || index < of.num_decodes || of.has_state[index] != 0;
+    bool has = true;
+    if (index >= of.num_decodes && of.has_state != nullptr) {
+      has = of.has_state[index] != 0;
+    } else if (index >= of.num_decodes && of.seq_lens != nullptr) {
+      has = of.seq_lens[r] > rows.end - rows.begin;
+    }
     return {false, has, 0, index};
   }
 
@@ -134,7 +144,7 @@ struct StatesPass : StatesArgs {
   template <typename Team>
   NWOR_RULE Verdict* find(Team& team, const Rows& rows, Place* places) const {
     for (int64_t g = 0; g < num_groups; ++g) {
-      places[g] = place_of(team, metadata[g], rows.request);
+      places[g] = place_of(team, metadata[g], rows);
     }
     constexpr auto kWords = static_cast<int64_t>(sizeof(Verdict) / sizeof(int64_t));
     return reinterpret_cast<Verdict*>(team.room(num_states * kWords));
@@ -496,9 +506,9 @@ struct WrittenStates : StatesPass {
           Sample zero;
           team.sum_parts(zero.parts, [](int64_t word) { return checksum_of(0, word); });
           const int32_t last = last_tokens[state.group * num_state_blocks + block];
-          is_same =
-              last != token && last != kUnknownToken &&
-              sample.shares_a_part(reinterpret_cast<const Sample*>(before)[c], zero);
+          is_same = last != token && last != kUnknownToken &&
+                    sample.num_same(reinterpret_cast<const Sample*>(before)[c], zero) >=
+                        state.same_parts;
         }
       }
     } else if (const int64_t block = block_of(of, place, 0); block >= 0) {

@@ -13,6 +13,7 @@ from ..base.errors import GroupRefused, NworError, error_text
 from ..config import AuditMode, NworConfig, NworConfigError, audit_file_problem
 from ..layout.caches import (
     ExpectedCaches,
+    ExpectedLayer,
     GroupCaches,
     Loads,
     RunnerCaches,
@@ -22,6 +23,7 @@ from ..layout.states import StatesRefused
 from ..layout.tables import DeviceMemory, LayerCache
 from .observer import NAME, RunnerAudit
 from .state import Audit
+from .states import Sizes as StateSizes
 from .states import States
 from .tables import AuditedGroup, GroupShape, num_bytes
 
@@ -40,24 +42,36 @@ def is_wanted(config: NworConfig) -> bool:
 
 def reserved_bytes(expected: ExpectedCaches, config: NworConfig) -> int:
     """Memory for the audit of the largest possible cache: one that takes all free
-    memory. Raises GroupRefused if nothing is audited, or if layers differ in more than
-    their size: the number of blocks is then not known yet."""
+    memory. Raises GroupRefused if nothing is audited."""
     limits, layers = expected.limits, expected.layers
     if refusal := _refusal(limits):
         raise GroupRefused(refusal)
-    kinds = {(layer.kind, layer.block_size, layer.window) for layer in layers}
-    if len(kinds) != 1:
-        raise GroupRefused(f"{len(kinds)} kinds of layers")
-    size = layers[0].block_size
     num_blocks = expected.num_blocks
     if num_blocks is None:
         of_a_block = sum(layer.page_bytes for layer in layers)
         num_blocks = (expected.available_bytes or 0) // of_a_block
-    # With room for what a table has beyond the longest text.
-    max_blocks = -(-limits.max_model_len // size) + 64
     num_stored = _num_stored(limits, config, num_blocks)
-    shape = GroupShape(0, size, size, num_blocks, max_blocks, 0, num_stored)
-    return num_bytes(shape, len(layers), *_sizes(limits, config))
+    groups: dict[int, list[ExpectedLayer]] = {}
+    for layer in layers:
+        groups.setdefault(layer.group, []).append(layer)
+    total = 0
+    for group in groups.values():
+        if any(layer.is_target for layer in group):
+            size = group[0].block_size
+            # With room for what a table has beyond the longest text.
+            max_blocks = -(-limits.max_model_len // size) + 64
+            shape = GroupShape(0, size, size, num_blocks, max_blocks, 0, num_stored)
+            total += num_bytes(shape, len(group), *_sizes(limits, config))
+    if shapes := [shape for layer in layers for shape in layer.states]:
+        in_groups = [sum(len(one.states) for one in of) for of in groups.values()]
+        # A convolution has more channels than columns.
+        num_columns = max((min(s) for s in shapes if len(s) == 2), default=0)
+        of_states = len(shapes), sum(map(bool, in_groups)), num_columns
+        of_runner = limits.num_rows, num_blocks, limits.num_drafts
+        num_records = num_blocks if any(one.is_cached for one in layers) else 0
+        of_cache = num_records, max(in_groups)
+        total += StateSizes(*of_states, *of_runner, *of_cache).num_bytes()
+    return total
 
 
 def build(
@@ -77,8 +91,8 @@ def build(
     if isinstance(found, str):
         refused(len(caches.groups), config, found, is_logged=False)
         return None
-    audit, used = found
-    about = _about(audit, caches)
+    audit, used, of_states = found
+    about = _about(audit, caches, of_states)
     return RunnerAudit(audit, config, caches, path, about, used)
 
 
@@ -111,9 +125,9 @@ def _refusal(limits: RunnerLimits) -> str:
 
 def _build(
     caches: RunnerCaches, config: NworConfig, storage: torch.Tensor | None
-) -> tuple[Audit, torch.Tensor | None] | str:
-    """The audit, and the storage that it uses; or why there is no audit. Raises any
-    exception if vLLM is not as expected."""
+) -> tuple[Audit, torch.Tensor | None, list[str]] | str:
+    """The audit, the storage that it uses, and what it says of recurrent states; or why
+    there is no audit. Raises any exception if vLLM is not as expected."""
     limits = caches.limits
     if refusal := _refusal(limits):
         return refusal
@@ -122,8 +136,11 @@ def _build(
         return "no memory was reserved, and sleep mode would lose what is taken now"
     audited: list[tuple[GroupShape, list[LayerCache]]] = []
     of_groups = []
+    has_states = {group.group_id for group in caches.states}
     for group in caches.groups:
         gid, layers = group.group_id, list(group.layers)
+        if gid in has_states:
+            continue
         reason = group.refusal or "it has no target layers"
         if layers:
             shape = _shape_of(group, caches, config)
@@ -136,19 +153,17 @@ def _build(
             reason = f"its layers do not have {num_slots} slots"
         of_groups.append(f"group {gid}: off ({reason})")
     if not audited:
-        return "; ".join(of_groups)
+        of_states = _of_states(caches, None, "no group with slots is audited")
+        return "; ".join([*of_groups, *of_states])
+    followed = [group for group in caches.states if group.states]
     sizes = _sizes(limits, config)
     block_sizes = [group.block_size for group in caches.groups]
-    followed = [group for group in caches.states if group.states]
-    of_groups += [
-        f"group {group.group_id}: {len(group.states)} recurrent states"
-        if group.states
-        else f"group {group.group_id}: states off ({group.refusal})"
-        for group in caches.states
-    ]
     budget = min(config.audit_mib, 1 << 30) << 20  # a number of blocks is int64
 
+    reason = ""
+
     def audit_in(memory: DeviceMemory) -> Audit:
+        nonlocal reason
         groups = [AuditedGroup(of, layers, *sizes, memory) for of, layers in audited]
         about = budget, sizes[0], block_sizes, memory, limits.loads
         states = None
@@ -157,7 +172,7 @@ def _build(
             try:
                 states = States(followed, *of)
             except StatesRefused as refused:
-                logger.warning("NWOR audit: recurrent states: off: %s", refused)
+                reason = str(refused)
         return Audit(groups, *about, limits.is_async, caches.adapters, states)
 
     try:
@@ -167,26 +182,46 @@ def _build(
             raise
         storage = None
         audit = audit_in(DeviceMemory(limits.device, None))
+    of_states = _of_states(caches, audit.states, reason)
     is_late = storage is None and limits.device.type != "cpu"
     num_steps = audit.steps_of_a_pass(caches.num_blocks)
     logger.info(
         "NWOR audit: %s; %s; %.1f MiB%s; bytes: %s",
         config.audit.value,
-        "; ".join(of_groups),
+        "; ".join([*of_groups, *of_states]),
         audit.num_bytes / 2**20,
         ", in addition to what vLLM has counted" if is_late else "",
         f"{config.audit_mib} MiB a step, all of a full cache in {num_steps} steps"
         if config.audit_mib
         else "not compared",
     )
-    return audit, storage
+    return audit, storage, of_states
 
 
-def _about(audit: Audit, caches: RunnerCaches) -> dict[str, Any]:
+def _of_states(caches: RunnerCaches, states: States | None, reason: str) -> list[str]:
+    """What is followed of each group with recurrent state, and what it costs. reason:
+    why nothing is, without states."""
+    found = []
+    for group in caches.states:
+        about = f"recurrent states off ({group.refusal or reason})"
+        if states is not None and group.states:
+            about = f"{len(group.states)} recurrent states ({group.backend})"
+        found.append(f"group {group.group_id}: {about}")
+    if states is not None:
+        taken, read = states.num_bytes / 2**20, states.step_bytes / 2**20
+        found.append(
+            f"{len(states.layers)} recurrent states: {taken:.2f} MiB, 2 launches a "
+            f"step, {read:.2f} MiB read in a step of {caches.limits.num_rows} requests"
+        )
+    return found
+
+
+def _about(audit: Audit, caches: RunnerCaches, of_states: list[str]) -> dict[str, Any]:
     """Versions and audited groups, for the file."""
     versions = {"nwor": __version__, "vllm": caches.vllm_version}
     groups = {str(of.shape.group_id): f"{len(of.layers)} layers" for of in audit.groups}
-    return {**versions, "torch": torch.__version__, "groups": groups}
+    about = {**versions, "torch": torch.__version__, "groups": groups}
+    return about | ({"states": of_states} if of_states else {})
 
 
 def _path_of(caches: RunnerCaches, config: NworConfig) -> str:

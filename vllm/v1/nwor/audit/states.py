@@ -6,14 +6,16 @@ csrc/nwor/audit/states.h has the structs that are their rows, and says what is c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 
 from .. import ops
 from ..layout.states import StateCache, StateGroup, StateKind, StatesRefused
-from ..layout.tables import DeviceMemory
+from ..layout.tables import ALIGNMENT, DeviceMemory
 
 # Bytes that the device reads at once: words of a sample lie together in as many.
 SECTOR_BYTES = 32
@@ -40,7 +42,8 @@ def word_offsets(state: StateCache) -> tuple[int, list[int]]:
         return size, [(s + i) * strides[2] for s in starts for i in range(together)]
     _, num_heads, num_rows, num_columns = tensor.shape
     num_sectors = num_columns * size // SECTOR_BYTES
-    if strides[3] != size or not num_sectors or any(n % 8 for n in strides[:3]):
+    places = tensor.data_ptr(), *strides[:3]
+    if strides[3] != size or not num_sectors or any(n % 8 for n in places):
         raise refused
     offsets: list[int] = []
     for part in range(ops.SAMPLE_PARTS):
@@ -64,7 +67,50 @@ def row_of(state: StateCache, group: int, in_group: int) -> tuple[int, ...]:
     is_conv = state.kind is StateKind.CONV
     of_buffer = (tensor.shape[1], strides[1]) if is_conv else (0, 0)
     place = tensor.data_ptr(), strides[0], group, state.window
-    return *place, *of_buffer, word_bytes, in_group, *offsets
+    # What a token adds may be too little for the bits of a narrow number.
+    can_rest = state.can_rest or tensor.element_size() < 4
+    of_sample = word_bytes, in_group, ops.SAMPLE_PARTS if can_rest else 1
+    return *place, *of_buffer, *of_sample, *offsets
+
+
+class Sizes(NamedTuple):
+    """Of the tables. num_columns: of the widest buffer of a convolution. num_records:
+    blocks of the prefix cache that have states. max_in_group: states of a group."""
+
+    num_states: int
+    num_groups: int
+    num_columns: int
+    num_seats: int
+    num_blocks: int
+    num_drafts: int
+    num_records: int
+    max_in_group: int
+
+    @property
+    def num_scratch(self) -> int:
+        of_samples = ops.SAMPLE_PARTS // 2 * (1 + self.num_drafts)
+        return max(of_samples, self.num_columns)
+
+    def shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """The tensors, in the order of StateTables."""
+        of_seats = self.num_seats, self.num_states
+        return [
+            ((self.num_states, ops.STATE_COLUMNS), torch.int64),
+            ((self.num_seats, ops.STATE_SEAT_COLUMNS), torch.int64),
+            (of_seats, torch.int64),
+            ((*of_seats, 1 + self.num_drafts), torch.int64),
+            ((*of_seats, self.num_scratch), torch.int64),
+            ((self.num_groups, self.num_blocks), torch.int32),
+            ((2,), torch.int64),
+            ((self.num_records, ops.STATE_RECORD_COLUMNS), torch.int64),
+            ((self.num_records, self.max_in_group), torch.int64),
+        ]
+
+    def num_bytes(self) -> int:
+        """Memory that is enough for States."""
+        shapes = self.shapes()
+        sizes = [math.prod(size) * dtype.itemsize for size, dtype in shapes]
+        return sum(sizes) + len(sizes) * ALIGNMENT
 
 
 class States:
@@ -75,7 +121,8 @@ class States:
     samples that were compared, and that were read without being known. last_tokens:
     [num_groups, num_blocks] int32, device: as in StateTables. records:
     [num_blocks, 3] int64, device: StateRecord, of no block if states are not in the
-    prefix cache.
+    prefix cache. step_bytes: of states, read in a step whose requests all have the most
+    drafts.
     """
 
     def __init__(
@@ -118,34 +165,30 @@ class States:
         )
         max_in_group = max(len(group.states) for group in groups)
         max_columns = 1 + num_drafts
-        num_scratch = max(ops.SAMPLE_PARTS // 2 * max_columns, num_columns)
-
-        def take(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
-            return memory.take(sizes, dtype).zero_()
-
-        of_seats = num_seats, num_states
         num_records = num_blocks if any(sizes_of_blocks) else 0
-        self.records = take(torch.int64, num_records, ops.STATE_RECORD_COLUMNS)
-        self._boundaries = take(torch.int64, num_records, max_in_group)
-        self.totals = take(torch.int64, 2)
-        self.last_tokens = take(torch.int32, len(groups), num_blocks).fill_(-1)
-        self._tensors = (
-            take(torch.int64, *rows.shape).copy_(rows),
-            take(torch.int64, num_seats, ops.STATE_SEAT_COLUMNS),
-            take(torch.int64, *of_seats),
-            take(torch.int64, *of_seats, max_columns),
-            take(torch.int64, *of_seats, num_scratch),
-            self.last_tokens,
-            self.totals,
-            self.records,
-            self._boundaries,
-        )
-        sizes = num_states, len(groups), max_columns, *windows, num_scratch, num_blocks
-        sizes = *sizes, max_in_group, *sizes_of_blocks
+        of_runner = num_seats, num_blocks, num_drafts, num_records, max_in_group
+        sizes = Sizes(num_states, len(groups), num_columns, *of_runner)
+        self._tensors = [
+            memory.take(size, dtype).zero_() for size, dtype in sizes.shapes()
+        ]
+        table, *_, self.last_tokens, self.totals = self._tensors[:-2]
+        self.records, self._boundaries = self._tensors[-2:]
+        table.copy_(rows)
+        self.last_tokens.fill_(-1)
+        columns = num_states, len(groups), max_columns, *windows, sizes.num_scratch
+        columns = *columns, num_blocks, max_in_group, *sizes_of_blocks
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         of_blocks = [0] * (3 * ops.MAX_STATE_GROUPS)
-        self.tables = torch.tensor([*addresses, *sizes, *of_blocks])
+        self.tables = torch.tensor([*addresses, *columns, *of_blocks])
         self._state_blocks = self.tables.numpy()[-len(of_blocks) :]
+        # Before the forward what is read, and before and after it what is written.
+        word_bytes = rows[:, 6]
+        num_samples = [
+            2 * one.tensor.shape[1] if one.window else 1 + 2 * max_columns
+            for *_, one in found
+        ]
+        of_a_seat = int((word_bytes * torch.tensor(num_samples)).sum())
+        self.step_bytes = num_seats * ops.SAMPLE_WORDS * of_a_seat
 
     @property
     def num_bytes(self) -> int:

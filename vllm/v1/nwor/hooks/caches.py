@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -75,25 +77,51 @@ def loads_of(vllm_config: Any) -> Loads:
 def expected(runner: Any) -> ExpectedCaches:
     """Before vLLM sizes the KV cache. Raises GroupRefused, as draft_layer_names."""
     draft_names = draft_layer_names(runner)
-    layers = [
-        ExpectedLayer(
-            type(spec).__name__,
-            spec.page_size_bytes,
-            spec.block_size,
-            getattr(spec, "sliding_window", None),
-            isinstance(spec, kv.AttentionSpec) and name not in draft_names,
-        )
-        for name, spec in runner.get_kv_cache_spec().items()
-    ]
     cache = runner.vllm_config.cache_config
     available = cache.kv_cache_memory_bytes
     if not available and runner.device.type == "cuda":
         _, total = torch.cuda.mem_get_info(runner.device)
         taken = torch.cuda.memory_allocated(runner.device)
         available = int(total * cache.gpu_memory_utilization) - taken
-    return ExpectedCaches(
-        limits(runner), layers, available or None, cache.num_gpu_blocks_override
-    )
+    specs, num_blocks = runner.get_kv_cache_spec(), cache.num_gpu_blocks_override
+    groups: list[dict[str, Any]] = [specs]
+    if len({_kind(spec) for spec in specs.values()}) > 1:
+        groups, num_blocks = _grouped(runner.vllm_config, specs, available or 0)
+    layers = []
+    for gid, group in enumerate(groups):
+        for name, spec in group.items():
+            kind, size, window = _kind(spec)
+            is_target = isinstance(spec, kv.AttentionSpec) and name not in draft_names
+            shapes, is_cached = (), False
+            if isinstance(spec, kv.MambaSpec):
+                shapes = tuple(spec.shapes)
+                is_cached = states.MODES.get(spec.mamba_cache_mode, False)
+            about = window, is_target, gid, shapes, is_cached
+            layers.append(ExpectedLayer(kind, spec.page_size_bytes, size, *about))
+    return ExpectedCaches(limits(runner), layers, available or None, num_blocks)
+
+
+def _kind(spec: Any) -> tuple[str, int, int | None]:
+    window = getattr(spec, "sliding_window", None)
+    return type(spec).__name__, spec.block_size, window
+
+
+def _grouped(
+    vllm_config: Any, specs: dict[str, Any], available: int
+) -> tuple[list[dict[str, Any]], int]:
+    """The groups that vLLM makes of the layers, and how many blocks they will have.
+    Raises any exception if vLLM is not as expected."""
+    is_new = find_spec("vllm.v1.core.kv_cache_planning") is not None  # 0.33
+    name = "kv_cache_planning" if is_new else "kv_cache_utils"
+    planning = import_module(f"vllm.v1.core.{name}")
+    groups = planning.get_kv_cache_groups(vllm_config, dict(specs))
+    config = planning.get_kv_cache_config_from_groups(vllm_config, groups, available)
+    found = []
+    for group in groups:
+        spec = group.kv_cache_spec
+        of_one = dict.fromkeys(group.layer_names, spec)
+        found.append(getattr(spec, "kv_cache_specs", of_one))
+    return found, config.num_blocks
 
 
 def bound(runner: Any) -> RunnerCaches:
@@ -121,7 +149,7 @@ def bound(runner: Any) -> RunnerCaches:
         vllm_version=vllm.__version__,
         states=of_states,
         read_states=states.StateMetadata(
-            [group.states[0].name for group in of_states if group.states]
+            [group for group in of_states if group.states]
         ).read,
         adapters=adapters.watch(runner),
     )

@@ -2,14 +2,15 @@
 """Recurrent states: where vLLM keeps them, and which ones the kernels of a step read
 and write, as their own metadata says.
 
-Followed are gated delta nets (GDNAttentionMetadata). With mamba_cache_mode "align" a
-block of the prefix cache holds the states of a text that ends where it ends; the
-metadata names the blocks to which vLLM has copied them by then.
+KINDS has the layers that are followed. With mamba_cache_mode "align" a block of the
+prefix cache holds the states of a text that ends where it ends; the metadata names the
+blocks to which vLLM has copied them by then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -22,12 +23,12 @@ from ..base.wrap import Wrapped, install_all
 from ..layout.states import StateCache, StateGroup, StateKind, StatesRefused
 from .ledger import STATE_METADATA
 
-# Of vLLM's metadata for layers with recurrent state, the followed kind.
-FOLLOWED = "GDNAttentionMetadata"
 # mamba_cache_mode of states that are followed, and whether the prefix cache has them.
 MODES = {"none": False, "align": True}
 # Of StateMetadata of csrc/nwor/audit/states.h.
-NUM_COLUMNS = 8
+NUM_COLUMNS = 10
+# The module of a layer whose weight has the width of its convolution.
+CONVOLUTIONS = ("conv1d", "conv", "q_conv1d")
 
 
 def install(module: ModuleType) -> None:
@@ -67,42 +68,81 @@ def groups_of(runner: Any) -> list[StateGroup]:
 
 
 def _group(runner: Any, gid: int, group: Any) -> StateGroup:
+    spec, config = group.kv_cache_spec, runner.vllm_config
+    modules = runner.compilation_config.static_forward_context
+    layers = {name: modules[name] for name in group.layer_names}
+    backends = {layer.get_attn_backend().get_name() for layer in layers.values()}
+    backend = ", ".join(sorted(backends))
+    if refusal := _refusal(spec, config, backend):
+        return StateGroup(gid, (), refusal)
+    states: list[StateCache] = []
+    for name, layer in layers.items():
+        try:
+            states += _states_of(name, layer, KINDS[backend], spec)
+        except StatesRefused as refused:
+            return StateGroup(gid, (), str(refused))
+    block_size = spec.block_size if MODES[spec.mamba_cache_mode] else 0
+    return StateGroup(gid, states, backend=backend, block_size=block_size)
+
+
+def _refusal(spec: Any, config: Any, backend: str) -> str:
+    """Why no layer of a group can be followed, or nothing."""
+    cache = config.cache_config
+    if getattr(cache, "use_kda_recoverssm", False):
+        return (
+            "RecoverSSM keeps a window's inputs and brings its one state up to date "
+            "in the next step"
+        )
+    if getattr(cache, "use_replayssm", False):
+        return "ReplaySSM keeps inputs, and writes its state only once in many tokens"
+    if config.parallel_config.use_ubatching:
+        return "microbatches (DBO) have metadata of their own for each part of a batch"
+    if backend not in KINDS:
+        return f"{backend} is not followed, only {', '.join(KINDS)} are"
+    if spec.mamba_cache_mode not in MODES:
+        mode = spec.mamba_cache_mode
+        return f"mamba_cache_mode is {mode}: kernels write a state for each block"
+    return ""
+
+
+def _states_of(name: str, layer: Any, kind: Kind, spec: Any) -> list[StateCache]:
+    """Raises StatesRefused."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-    spec = group.kv_cache_spec
-    kind = getattr(spec.mamba_type, "name", str(spec.mamba_type))
-    if kind != "GDN_ATTN":
-        return StateGroup(gid, (), f"{kind} is not followed, only GDN_ATTN is")
-    if spec.mamba_cache_mode not in MODES:
-        reason = f"mamba_cache_mode is {spec.mamba_cache_mode}, in which kernels write"
-        return StateGroup(gid, (), f"{reason} a state for each block; not followed")
-    modules = runner.compilation_config.static_forward_context
-    states: list[StateCache] = []
-    for name in group.layer_names:
-        caches = modules[name].kv_cache
-        if len(caches) != 2:
-            reason = f"layer {name} has {len(caches)} states; expected 2"
-            return StateGroup(gid, (), reason)
-        conv, temporal = caches
+    caches, number = layer.kv_cache, len(kind.states)
+    if len(caches) != number:
+        raise StatesRefused(f"layer {name} has {len(caches)} states; expected {number}")
+    states = []
+    for cache, of in zip(caches, kind.states, strict=True):
+        if of is StateKind.TEMPORAL:
+            if cache.dim() == 3:  # Mamba1 has no heads
+                cache = cache.unsqueeze(2)
+            states.append(StateCache(name, of, cache, can_rest=kind.can_rest))
+            continue
         if is_conv_state_dim_first():
-            conv = conv.transpose(1, 2)
-        window = conv.shape[1] - spec.num_speculative_blocks
-        states.append(StateCache(name, StateKind.CONV, conv, window))
-        states.append(StateCache(name, StateKind.TEMPORAL, temporal))
-    block_size = spec.block_size if MODES[spec.mamba_cache_mode] else 0
-    return StateGroup(gid, states, block_size=block_size)
+            cache = cache.transpose(1, 2)
+        found = [getattr(layer, convolution, None) for convolution in CONVOLUTIONS]
+        width = next(one.weight.shape[-1] for one in found if one is not None)
+        num_columns = width - 1 + spec.num_speculative_blocks
+        if cache.shape[1] != num_columns:
+            raise StatesRefused(
+                f"the convolution of layer {name} keeps {cache.shape[1]} inputs; "
+                f"expected {num_columns}, width - 1 and one for each draft"
+            )
+        states.append(StateCache(name, of, cache, width - 1))
+    return states
 
 
 class StateMetadata:
-    """Reads the metadata of the audited groups. layers: one layer of each group."""
+    """Reads the metadata of the audited groups."""
 
-    def __init__(self, layers: Sequence[str]) -> None:
-        self._layers = tuple(layers)
-        self._rows = np.zeros((len(layers), NUM_COLUMNS), dtype=np.int64)
+    def __init__(self, groups: Sequence[StateGroup]) -> None:
+        self._groups = [(of.states[0].name, KINDS[of.backend]) for of in groups]
+        self._rows = np.zeros((len(groups), NUM_COLUMNS), dtype=np.int64)
         self._tensor = torch.from_numpy(self._rows)
 
     def read(self, of_layers: Any) -> tuple[torch.Tensor, Any]:
-        """StateMetadata of csrc/nwor/audit/states.h for each group, [num_groups, 8]
+        """StateMetadata of csrc/nwor/audit/states.h for each group, [num_groups, 10]
         int64, cpu, valid until the next call, and what keeps its addresses alive.
 
         of_layers: vLLM's metadata by layer.
@@ -113,29 +153,91 @@ class StateMetadata:
         if not isinstance(of_layers, dict):
             kind = type(of_layers).__name__
             raise StatesRefused(f"attention metadata is a {kind}, expected a dict")
-        found = [of_layers[name] for name in self._layers]
-        for row, one in enumerate(found):
-            self._rows[row] = _columns(one)
+        found = []
+        for row, (name, of) in enumerate(self._groups):
+            metadata = of_layers[name]
+            if (kind := type(metadata).__name__) != of.metadata:
+                text = f"a layer's metadata is a {kind}, expected {of.metadata}"
+                raise StatesRefused(text)
+            self._rows[row] = of.read(metadata)
+            found.append(metadata)
         return self._tensor, found
 
 
-def _columns(metadata: Any) -> tuple[int, ...]:
-    if type(metadata).__name__ != FOLLOWED:
-        kind = type(metadata).__name__
-        raise StatesRefused(f"a layer's metadata is a {kind}, expected {FOLLOWED}")
-    windows = metadata.spec_sequence_masks
-    blocks = metadata.non_spec_state_indices_tensor
-    has_state = metadata.has_initial_state
-    of_windows: tuple[int, ...] = (0, 0, 0, 0)
-    if windows is not None:
-        table = metadata.spec_state_indices_tensor
-        accepted = metadata.num_accepted_tokens
-        of_windows = windows.data_ptr(), table.data_ptr(), table.stride(0)
-        of_windows = *of_windows, accepted.data_ptr()
-    of_others = (0, 0) if blocks is None else (blocks.data_ptr(), blocks.stride(0))
-    return (
-        *of_windows,
-        *of_others,
-        0 if has_state is None else has_state.data_ptr(),
-        metadata.num_decodes,
-    )
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _strided(tensor: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.stride(0))
+
+
+def _by_mask(of: Any) -> tuple[int, ...]:
+    """Rows are windows by a mask."""
+    of_windows = (0, 0, 0, 0, 0)
+    if of.spec_sequence_masks is not None:
+        table = _strided(of.spec_state_indices_tensor)
+        mask, accepted = of.spec_sequence_masks, of.num_accepted_tokens
+        of_windows = mask.data_ptr(), 0, *table, accepted.data_ptr()
+    others = _strided(of.non_spec_state_indices_tensor)
+    return *of_windows, *others, _address(of.has_initial_state), of.num_decodes, 0
+
+
+def _split(
+    of: Any,
+    decodes: torch.Tensor | None,
+    prefills: torch.Tensor | None,
+    num_accepted: torch.Tensor | None,
+    has_state: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+) -> tuple[int, ...]:
+    """The first rows are decodes: windows, of one token without speculation."""
+    windows = of.num_decodes, *_strided(decodes), _address(num_accepted)
+    return 0, *windows, *_strided(prefills), _address(has_state), 0, _address(seq_lens)
+
+
+def _mamba(of: Any) -> tuple[int, ...]:
+    tables = of.state_indices_tensor_d, of.state_indices_tensor_p
+    return _split(of, *tables, of.num_accepted_tokens, of.has_initial_states_p)
+
+
+def _linear(of: Any) -> tuple[int, ...]:
+    """The kernels clear the state of a prefill whose text is not longer than its
+    query."""
+    table = of.state_indices_tensor
+    return _split(of, table, table[of.num_decodes :], None, seq_lens=of.seq_lens)
+
+
+def _bailing(of: Any) -> tuple[int, ...]:
+    """As _linear."""
+    tables = of.state_indices_tensor_d, of.state_indices_tensor_p
+    return _split(of, *tables, of.num_accepted_tokens, seq_lens=of.seq_lens)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Layers with recurrent state of one kind.
+
+    metadata: its class. states: of a layer, in vLLM's order. read: the columns of
+    StateMetadata of csrc/nwor/audit/states.h. can_rest: as StateCache.
+    """
+
+    metadata: str
+    states: tuple[StateKind, ...]
+    read: Callable[[Any], tuple[int, ...]]
+    can_rest: bool = True
+
+
+_CONV, _TEMPORAL = StateKind.CONV, StateKind.TEMPORAL
+_BOTH = _CONV, _TEMPORAL
+# By the name of vLLM's backend. Kimi's delta attention has GDN_ATTN, too.
+KINDS = {
+    "GDN_ATTN": Kind("GDNAttentionMetadata", _BOTH, _by_mask, can_rest=False),
+    "MAMBA1_ATTN": Kind("Mamba1AttentionMetadata", _BOTH, _mamba),
+    "MAMBA2_ATTN": Kind("Mamba2AttentionMetadata", _BOTH, _mamba),
+    "SHORT_CONV_ATTN": Kind("ShortConvAttentionMetadata", (_CONV,), _mamba),
+    "LINEAR_ATTN": Kind("LinearAttentionMetadata", (_TEMPORAL,), _linear),
+    "BAILING_LINEAR_ATTN": Kind(
+        "BailingLinearAttentionMetadata", (_TEMPORAL,), _bailing
+    ),
+}

@@ -65,7 +65,9 @@ class ExpectedLayer:
     """A layer with a KV cache, before that is sized.
 
     kind: of its cache. page_bytes: of a block. window: of sliding-window attention.
-    is_target: it has keys and values of the target model.
+    is_target: it has keys and values of the target model. group: its KV-cache group.
+    states: shapes of its recurrent states. is_cached: they are found in the prefix
+    cache.
     """
 
     kind: str
@@ -73,6 +75,9 @@ class ExpectedLayer:
     block_size: int
     window: int | None
     is_target: bool
+    group: int = 0
+    states: tuple[tuple[int, ...], ...] = ()
+    is_cached: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class ExpectedCaches:
     """The KV caches that a runner will have.
 
     available_bytes: for all of them, None if that is not known yet. num_blocks: if that
-    was chosen.
+    was chosen, or layers are of several kinds.
     """
 
     limits: RunnerLimits
