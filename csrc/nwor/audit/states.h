@@ -29,7 +29,7 @@ constexpr int64_t kMaxStateGroups = 16;
 // States of all layers, at most.
 constexpr int64_t kMaxStates = 1024;
 
-// One state of one layer. A row of `states`, int64 [num_states, 39]; sizes in bytes.
+// One state of one layer. A row of `states`, int64 [num_states, 40]; sizes in bytes.
 struct State {
   const uint8_t* base;
   int64_t block_stride;
@@ -38,6 +38,9 @@ struct State {
   int64_t num_columns;  // of the buffer of a convolution
   int64_t column_stride;
   int64_t word_bytes;  // 2, 4 or 8
+  // Of a temporal state: parts of a sample, at least, that are as before the step where
+  // it was not written.
+  int64_t num_unchanged;
   int64_t offsets[kSampleWords];
 
   NWOR_HOST_DEVICE bool is_temporal() const { return window == 0; }

@@ -9,7 +9,9 @@
 //
 // "Not written" is concluded from equal samples only if the token is another one than
 // the block's states had last (temporal), or than all those in the buffer
-// (convolution): the same token again may give the same bits.
+// (convolution): the same token again may give the same bits. Nothing is concluded from
+// what was there before a token that is not known, or before a place in an image (it is
+// below 0 in the plan): places differ where their inputs may not.
 #pragma once
 
 #include "audit/audit_rules.h"
@@ -42,12 +44,12 @@ struct Sample {
     }
     return sum;
   }
-  NWOR_RULE bool shares_a_part(const Sample& other) const {
-    bool shares = false;
+  NWOR_RULE int64_t num_shared(const Sample& other) const {
+    int64_t number = 0;
     for (int64_t p = 0; p < kSampleParts; ++p) {
-      shares = shares || parts[p] == other.parts[p];
+      number += parts[p] == other.parts[p];
     }
-    return shares;
+    return number;
   }
 };
 static_assert(sizeof(Sample) == 4 * sizeof(uint64_t), "of a column in scratch");
@@ -103,7 +105,7 @@ struct StatesPass : StatesArgs {
     if (of.is_window != nullptr && of.is_window[r]) {
       const int64_t num_accepted = of.num_accepted[num_windows];
       const bool is_there = num_accepted >= 1 && num_accepted <= max_columns;
-      return {true, is_there, num_accepted - 1, num_windows};
+      return {true, is_there, is_there ? num_accepted - 1 : 0, num_windows};
     }
     const int64_t index = r - num_windows;
     const bool has =
@@ -158,7 +160,8 @@ struct StatesPass : StatesArgs {
       }
       const Place& place = places[states[first].group];
       const int64_t column = states[first].is_temporal() ? place.offset : 0;
-      const int64_t block = block_of(metadata[states[first].group], place, column);
+      const int64_t known = block_of(metadata[states[first].group], place, column);
+      const int64_t block = known < 0 ? 0 : known;
       report(*this, {step, of.kind, seats[rows.seat].generation, position,
                      block | place.offset << 40, first, number, of.generation, of.step,
                      expected_length, of.length});
@@ -199,10 +202,7 @@ struct ReadStates : StatesPass {
     const State& state = states[s];
     const StateMetadata& of = metadata[state.group];
     uint64_t* const kept = scratch_of(rows.request, s);
-    const int64_t block =
-        place.has_state || !place.is_window
-            ? block_of(of, place, state.is_temporal() ? place.offset : 0)
-            : -1;
+    const int64_t block = block_of(of, place, state.is_temporal() ? place.offset : 0);
     uint64_t found = 0;
     if (state.is_temporal()) {
       if (block >= 0) {
@@ -234,7 +234,7 @@ struct ReadStates : StatesPass {
     if (start == 0) {
       return {place.has_state ? int64_t{kNoStateYet} : -1, 0, -1, 0};
     }
-    if (!place.has_state) {
+    if (!place.has_state || block < 0) {
       return {kStateLost, 0, -1, 0};
     }
     const bool is_known =
@@ -243,7 +243,7 @@ struct ReadStates : StatesPass {
       count(totals[is_known ? 0 : 1]);
     }
     const uint64_t next = wanted[rows.seat * num_states + s];
-    if (!is_known || block < 0 || found == next) {
+    if (!is_known || found == next) {
       return {-1, 0, 0, 0};
     }
     return whose(team, rows.seat, s, found);
@@ -303,8 +303,7 @@ struct WrittenStates : StatesPass {
         const bool is = record(team, rows, s, places[states[s].group], num_kept);
         if (team.lane() == 0) {
           const Seat& seat = seats[rows.seat];
-          verdicts[s] = {is ? int64_t{kStateNotWritten} : -1, seat.generation,
-                         start + num_kept, step};
+          verdicts[s] = {is ? int64_t{kStateNotWritten} : -1, seat.generation, -1, step};
           if (!is && !places[states[s].group].is_window && num_kept < q) {
             verdicts[s] = {kStateAhead, seat.generation, start + q, step};
           }
@@ -313,7 +312,8 @@ struct WrittenStates : StatesPass {
       }
       if (team.sum(num_found).total > 0 && team.index() == 0) {
         for (int64_t g = 0; g < num_groups; ++g) {
-          places[g].offset = places[g].is_window ? num_kept - 1 : 0;
+          places[g].offset =
+              places[g].is_window ? least(num_kept, max_columns) - 1 : 0;
         }
         report_verdicts(verdicts, places, rows, start + num_kept - 1, start + num_kept);
       }
@@ -352,8 +352,9 @@ struct WrittenStates : StatesPass {
         }
         if (c == kept) {
           const int32_t last = last_tokens[state.group * num_state_blocks + block];
-          is_same = last != -1 && last != token &&
-                    reinterpret_cast<const Sample*>(before)[c].shares_a_part(sample);
+          const Sample& old = reinterpret_cast<const Sample*>(before)[c];
+          is_same = last >= 0 && last != token &&
+                    old.num_shared(sample) >= state.num_unchanged;
         }
       }
     } else if (const int64_t block = block_of(of, place, 0); block >= 0) {
@@ -370,7 +371,8 @@ struct WrittenStates : StatesPass {
                             seat.length == plan[rows.begin].position;
       const int64_t newest = kept + state.window - 1;
       for (int64_t c = 0; is_known && c < seat.num_buffered; ++c) {
-        is_same = is_same || (newest < end && before[c] == samples[newest]);
+        is_same = is_same || (newest < end && seat.buffered[c] >= 0 &&
+                              before[c] == samples[newest]);
       }
       for (int64_t c = 0; is_known && c < seat.num_buffered; ++c) {
         is_same = is_same && seat.buffered[c] != token;

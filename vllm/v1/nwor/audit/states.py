@@ -31,15 +31,16 @@ def word_offsets(state: StateCache) -> tuple[int, list[int]]:
         channels, together = tensor.shape[2], SECTOR_BYTES // size
         if size not in (2, 4, 8) or channels < number:
             raise refused
-        num_sectors = number // together
+        num_sectors, of_column = number // together, channels // together
         starts = [
-            (2 * i + 1) * channels // (2 * num_sectors) // together * together
+            (2 * i + 1) * of_column // (2 * num_sectors) * together
             for i in range(num_sectors)
         ]
         return size, [(s + i) * strides[2] for s in starts for i in range(together)]
     _, num_heads, num_rows, num_columns = tensor.shape
     num_sectors = num_columns * size // SECTOR_BYTES
-    if strides[3] != size or not num_sectors or any(n % 8 for n in strides[:3]):
+    places = tensor.data_ptr(), *strides[:3]
+    if strides[3] != size or not num_sectors or any(n % 8 for n in places):
         raise refused
     offsets: list[int] = []
     for part in range(ops.SAMPLE_PARTS):
@@ -63,7 +64,9 @@ def row_of(state: StateCache, group: int) -> tuple[int, ...]:
     is_conv = state.kind is StateKind.CONV
     of_buffer = (tensor.shape[1], strides[1]) if is_conv else (0, 0)
     place = tensor.data_ptr(), strides[0], group, state.window
-    return *place, *of_buffer, word_bytes, *offsets
+    # In few bits a single part often stays as it is.
+    is_wide = tensor.element_size() >= 4
+    return *place, *of_buffer, word_bytes, 1 if is_wide else ops.SAMPLE_PARTS, *offsets
 
 
 class States:
