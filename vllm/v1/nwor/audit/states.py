@@ -73,7 +73,7 @@ class States:
     """The recurrent states of all followed groups.
 
     layers: name of the layer, kind and KV-cache group, by the numbers that findings
-    have. tables: StateTables of states.h, int64, cpu. totals: [2] int64, device:
+    have. caches: their tensors. tables: StateTables of states.h, int64, cpu. totals: [2] int64, device:
     samples that were compared, and that were read without being known.
     """
 
@@ -90,7 +90,7 @@ class States:
             (n, group, one) for n, group in enumerate(groups) for one in group.states
         ]
         self.layers = [(one.name, str(one.kind), of.group_id) for _, of, one in found]
-        self._kept = [one.tensor for *_, one in found]
+        self.caches = [one.tensor for *_, one in found]
         windows = {one.window for *_, one in found if one.window} or {0}
         num_columns = max(
             (one.tensor.shape[1] for *_, one in found if one.kind is StateKind.CONV),
