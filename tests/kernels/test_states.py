@@ -6,6 +6,8 @@ reference's; the tests below also say what the findings must be.
 
 from __future__ import annotations
 
+import copy
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +28,7 @@ from tests.kernels.states import (
     World,
     any_shape,
 )
+from vllm_nwor import ops
 from vllm_nwor.audit.states import word_offsets
 from vllm_nwor.layout.states import StateCache, StatesRefused
 
@@ -174,9 +177,10 @@ def test_any_steps(device: torch.device, is_faulty: bool, seed: int) -> None:
             world.remove(draw.choice(list(world.running)))
 
 
-@pytest.mark.sanitizer
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("rejects", [False, True])
+@pytest.mark.parametrize(
+    "rejects", [pytest.param(False, marks=pytest.mark.sanitizer), True]
+)
 def test_any_number_kept_is_silent(
     device: torch.device, shape: Shape, rejects: bool
 ) -> None:
@@ -393,6 +397,16 @@ def last_tokens(world: World) -> torch.Tensor:
     return found
 
 
+def test_a_request_that_goes_back_is_not_known(device):
+    """As after a load that failed: its states are of another length."""
+    world = verified(device)
+    del world.running["a"].text[-1:]
+    before = world.states.totals.tolist()
+    assert world.step({"a": window(33)}) == []
+    compared, unknown = world.states.totals.tolist()
+    assert (compared, unknown) == (before[0], len(world.flat))
+
+
 def test_tokens_of_an_image_may_be_the_same_input(device):
     """Its places have numbers of their own below 0, and perhaps equal pixels."""
     world = World(device, SHAPES["plain"])
@@ -494,6 +508,41 @@ def test_the_state_of_a_request_that_has_left_is_foreign(device):
     named = "kind state num_layers owner writer expected found"
     about = "foreign_state", "temporal", 4, "b", ("a", 2), "7", "8"
     assert fields(found, named) == [about]
+
+
+# --- the ops --------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_one_launch_each_and_nothing_is_allocated():
+    ops.load("cuda")
+    world = verified(torch.device("cuda"))
+    library, world.lib = world.lib, copy.copy(world.lib)
+    activities = [
+        torch.profiler.ProfilerActivity.CPU,
+        torch.profiler.ProfilerActivity.CUDA,
+    ]
+    launches = []
+
+    def watched(op, *args):
+        torch.cuda.synchronize()
+        allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+        with torch.profiler.profile(activities=activities) as profile:
+            op(*args)
+            torch.cuda.synchronize()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+        keys = [event.key for event in profile.key_averages()]
+        assert not [k for k in keys if "Synchronize" in k and "Device" not in k], keys
+        of_device = torch.autograd.DeviceType.CUDA
+        events = [e.name for e in profile.events() if e.device_type == of_device]
+        launches.append(events)
+
+    for name in ("audit_states_read", "audit_states_written"):
+        setattr(world.lib, name, functools.partial(watched, getattr(library, name)))
+    assert world.step(NEXT) == []
+    (read,), (written,) = launches
+    assert "ReadStates" in read
+    assert "WrittenStates" in written
 
 
 # --- refusals -------------------------------------------------------------------------
