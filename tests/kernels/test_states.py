@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The audit's ops on recurrent states against a plain reference, in a world without
-vLLM (states.py). Each step of it compares every field of every finding with the
+vLLM (states_world.py). Each step of it compares every field of every finding with the
 reference's; the tests below also say what the findings must be.
 """
 
@@ -18,16 +18,16 @@ from hypothesis import given
 from hypothesis import settings as given_settings
 from hypothesis import strategies as st
 
-from tests.kernels.states import (
+from tests.kernels.states_batch import (
     CONV,
     NUM_SEATS,
     TEMPORAL,
     Metadata,
     Shape,
     Work,
-    World,
     any_shape,
 )
+from tests.kernels.states_world import World
 from vllm_nwor import ops
 from vllm_nwor.audit.states import word_offsets
 from vllm_nwor.layout.states import StateCache, StatesRefused
