@@ -303,7 +303,8 @@ struct WrittenStates : StatesPass {
         const bool is = record(team, rows, s, places[states[s].group], num_kept);
         if (team.lane() == 0) {
           const Seat& seat = seats[rows.seat];
-          verdicts[s] = {is ? int64_t{kStateNotWritten} : -1, seat.generation, -1, step};
+          verdicts[s] = {is ? int64_t{kStateNotWritten} : -1, seat.generation, -1,
+                         step};
           if (!is && !places[states[s].group].is_window && num_kept < q) {
             verdicts[s] = {kStateAhead, seat.generation, start + q, step};
           }
@@ -312,8 +313,7 @@ struct WrittenStates : StatesPass {
       }
       if (team.sum(num_found).total > 0 && team.index() == 0) {
         for (int64_t g = 0; g < num_groups; ++g) {
-          places[g].offset =
-              places[g].is_window ? least(num_kept, max_columns) - 1 : 0;
+          places[g].offset = places[g].is_window ? least(num_kept, max_columns) - 1 : 0;
         }
         report_verdicts(verdicts, places, rows, start + num_kept - 1, start + num_kept);
       }

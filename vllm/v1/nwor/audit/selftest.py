@@ -44,7 +44,7 @@ def clean_run(bench: Bench) -> list[Finding]:
 
 def run(say: Callable[[str], None], ready: Callable[[], None], states: bool) -> bool:
     """Whether the audit is what it says it is; `say` gets a line for each check. ready:
-    called once the engine has started."""
+    called once the engine has started. states: recurrent states, and nothing else."""
     bench = StateBench() if states else Bench()
     ready()
     found = (
@@ -58,7 +58,7 @@ def run(say: Callable[[str], None], ready: Callable[[], None], states: bool) -> 
         + ", ".join(f"{number} {what}" for what, number in compared.items())
     )
     faults = STATE_FAULTS if states else FAULTS
-    num_found = sum(is_found(bench, *fault, say) for fault in faults.items())
+    num_found = sum(is_found(bench, of, wanted, say) for of, wanted in faults.items())
     passed = passed and num_found == len(faults)
     say(
         f"{bench.num_steps} steps; {'passed' if passed else 'FAILED'}: {num_found} of "

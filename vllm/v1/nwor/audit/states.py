@@ -73,8 +73,8 @@ class States:
     """The recurrent states of all followed groups.
 
     layers: name of the layer, kind and KV-cache group, by the numbers that findings
-    have. caches: their tensors. tables: StateTables of states.h, int64, cpu. totals: [2] int64, device:
-    samples that were compared, and that were read without being known.
+    have; caches: the tensors. tables: StateTables of states.h, int64, cpu. totals: [2]
+    int64, device: samples that were compared, and that were read without being known.
     """
 
     def __init__(
