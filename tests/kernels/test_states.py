@@ -397,6 +397,31 @@ def last_tokens(world: World) -> torch.Tensor:
     return found
 
 
+def test_a_column_of_an_earlier_window_is_nobodys(device):
+    world = verified(device)
+    assert world.step({"a": window(31)}) == []
+
+    def fourth(metadata):
+        for one in metadata:
+            one.num_accepted[0] = 4
+
+    found = world.step({"a": window(32)}, fourth)
+    named = "kind state num_layers found column"
+    states = ("conv", "temporal")
+    assert fields(found, named) == [
+        ("changed_state", one, 4, "unknown", 3) for one in states
+    ]
+
+
+def test_a_rejected_drafts_state_need_not_be_written(device):
+    world = verified(device)
+    g, state = world.flat[1]
+    block = state.tensor[table_of(world, "a", g)[3]]
+    before = block.clone()
+    works = {"a": window(31, 32, 33, 34, accepted=1)}
+    assert world.step(works, after=lambda: block.copy_(before)) == []
+
+
 def test_a_request_that_goes_back_is_not_known(device):
     """As after a load that failed: its states are of another length."""
     world = verified(device)
