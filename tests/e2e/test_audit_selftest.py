@@ -13,14 +13,23 @@ import pytest
 from tests.helpers.environment import subprocess_env
 from vllm_nwor.audit.faults import FAULTS, Expected
 from vllm_nwor.audit.findings import CLASSES, OF_STATES, Finding, Writer
+from vllm_nwor.audit.state_faults import STATE_FAULTS, StateExpected
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-def test_the_selftest_finds_every_planted_fault():
+@pytest.mark.parametrize(
+    ("options", "faults", "of_faults", "num_steps"),
+    [
+        ((), FAULTS, set(CLASSES) - set(OF_STATES), 450),
+        (("--states",), STATE_FAULTS, set(OF_STATES), 150),
+    ],
+    ids=["slots", "states"],
+)
+def test_the_selftest_finds_every_planted_fault(options, faults, of_faults, num_steps):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, "-m", "vllm_nwor.audit", "--selftest"],
+        [sys.executable, "-m", "vllm_nwor.audit", "--selftest", *options],
         # vLLM logs a traceback if it cannot write its cache.
         env=subprocess_env() | {"VLLM_CACHE_ROOT": "/dev/null/cache"},
         capture_output=True,
@@ -31,15 +40,16 @@ def test_the_selftest_finds_every_planted_fault():
 
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     passed = re.findall(r"^ok   (\w+)", done.stdout, re.MULTILINE)
-    assert passed == ["clean", *(fault.__name__ for fault in FAULTS)]
+    assert passed == ["clean", *(fault.__name__ for fault in faults)]
     kinds = set(re.findall(r"^     (\w+): ", done.stdout, re.MULTILINE))
-    # Its engine has no recurrent states; tests/integration/test_states.py plants those.
-    assert kinds == set(CLASSES) - set(OF_STATES)
+    assert kinds == of_faults
     end = r"^(\d+) steps; passed: (\d+) of (\d+) planted faults found; the ERROR lines "
     ((steps, *counts),) = re.findall(end, done.stdout, re.MULTILINE)
-    assert int(steps) > 450
-    assert list(map(int, counts)) == [len(FAULTS)] * 2
-    assert "\nERROR NWOR audit: changed: " in done.stdout
+    assert int(steps) > num_steps
+    assert list(map(int, counts)) == [len(faults)] * 2
+    assert "\nERROR NWOR audit: changed" in done.stdout
+    # It says what it did not try.
+    assert ("recurrent states: not tried" in done.stdout) == (not options)
     assert "Traceback" not in done.stdout + done.stderr
     # CPU time, so that a busy machine does not fail the test.
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -108,3 +118,27 @@ def test_a_finding_must_match_the_planted_fault_in_every_field():
     assert matches(nothing, layer=None, writer=unknown)
     assert not matches(nothing, layer=None)
     assert not matches(nothing, writer=unknown)
+
+
+def test_a_finding_of_a_state_must_match_in_every_field():
+    writer = Writer("one-1", 1, 1)
+    finding = Finding(
+        *("stale_state", 0, "layer", 2, 7, None, 0, "one-1", writer, 2, "5", "4"),
+        state="conv",
+        column=1,
+    )
+
+    def matches(**changes: Any) -> bool:
+        changed = replace(finding, **changes)
+        return expected.matches(changed, [7], ["other", "layer"])
+
+    expected = StateExpected("stale_state", ["conv"], 1, 2, "one", "one")
+    assert matches()
+    assert not matches(kind="changed_state")
+    assert not matches(state="temporal")
+    assert not matches(block=8)
+    assert not matches(layer="other")
+    assert not matches(num_layers=1)
+    assert not matches(owner="two-1")
+    assert not matches(writer=replace(writer, request="two-1"))
+    assert not matches(writer=replace(writer, request=None))

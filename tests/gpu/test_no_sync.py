@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guarantees 4 and 5 on real engines: no synchronization, two launches per step.
+"""Guarantees 4 and 5 on real engines: no synchronization, two launches per step. The
+same of the audit of recurrent states, against an audit without it.
 
 The torch profiler counts over one row of requests, with NWOR off and on; each process
 profiles twice, so that plain vLLM is first compared with itself. Also:
@@ -13,10 +14,11 @@ from typing import Any
 import pytest
 
 from tests.gpu.engines import EngineSpec
-from tests.gpu.pool import Chain, engines_fixture, engines_of
+from tests.gpu.pool import OFF, ON, Chain, Pool, engines_fixture, engines_of
 
 OURS = "nwor"
 ENGINES = engines_of("sync")
+HYBRIDS = engines_of("sync-states")
 
 
 def shortened(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
@@ -46,6 +48,18 @@ runs = engines_fixture(
 )
 
 
+def audited(pool: Pool, spec: EngineSpec) -> Chain:
+    """Mode off with the audit, without and with recurrent states."""
+    how = {"VLLM_NWOR_AUDIT": "log", "VLLM_GPU_SYNC_CHECK": "error"}
+    return {
+        mode: pool.run("sync", spec, OFF, NWOR_TEST_STATES=value, **how)
+        for mode, value in ((OFF, "0"), (ON, "1"))
+    }
+
+
+hybrids = engines_fixture("sync", audited, shortened, by_mode=True)
+
+
 def waiting_line(trace: str) -> str:
     """The frame of the synchronizing call."""
     frames = re.findall(r'File ".*', trace.partition("RuntimeError")[0])
@@ -61,6 +75,10 @@ def difference(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
 
 @pytest.fixture
 def same_steps(off, on):
+    return compared(off, on)
+
+
+def compared(off, on):
     """The second profile of each process; skips if plain vLLM differs from itself."""
     first, vanilla = off["profiles"]
     _, ours = on["profiles"]
@@ -83,12 +101,13 @@ def test_no_synchronizing_call_is_added(same_steps, engine):
 
 @ENGINES
 def test_nothing_is_allocated(off, on, same_steps, engine):
+    assert allocations(on) == allocations(off)
+
+
+def allocations(report):
     """The minimum of two profiles, without chance misses of an allocator."""
-    fewest = []
-    for report in (off, on):
-        one, other = (Counter(seen["allocating"]) for seen in report["profiles"])
-        fewest.append(one & other)
-    assert fewest[1] == fewest[0]
+    one, other = (Counter(seen["allocating"]) for seen in report["profiles"])
+    return one & other
 
 
 @ENGINES
@@ -105,6 +124,10 @@ def test_two_launches_a_step_and_nothing_else(same_steps, engine):
 @ENGINES
 def test_the_host_runs_no_torch_operator_of_ours(same_steps, engine):
     off, on = same_steps
+    no_operator_is_added(off, on)
+
+
+def no_operator_is_added(off, on):
     added = difference(off["cpu_op"], on["cpu_op"])
     ours = ("_C_cache_ops::", "pin_memory", "resize")
     assert not any(part in name for name in added for part in ours), added
@@ -123,3 +146,22 @@ def test_sync_check_passes_if_plain_vllm_passes(off, on, engine):
 @ENGINES
 def test_no_jit_compilation_is_added(off, on, engine):
     assert set(on["compiled"]) <= set(off["compiled"])
+
+
+@HYBRIDS
+def test_states_add_two_launches_a_step_and_nothing_else(hybrids, engine):
+    without, audited = (hybrids[engine][mode].whole() for mode in (OFF, ON))
+    off, on = compared(without, audited)
+    assert on["synchronizing"] == off["synchronizing"]
+    assert on["pageable_copies"] == off["pageable_copies"]
+    assert allocations(audited) == allocations(without)
+    no_operator_is_added(off, on)
+    added = difference(off["device_work"], on["device_work"])
+    of_ops = {
+        part: number
+        for name, number in added.items()
+        for part in ("ReadStates", "WrittenStates")
+        if part in name
+    }
+    assert len(added) == 2, added
+    assert of_ops == dict.fromkeys(("ReadStates", "WrittenStates"), on["steps"])

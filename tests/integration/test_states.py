@@ -276,8 +276,7 @@ def test_a_prompt_that_is_not_written_is_named(
     engine: Engine, mended: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To blocks of which nothing is known, as vLLM issue 53051 does."""
-    *_, last_tokens, _ = engine.audit.audit.states._tensors
-    last_tokens.fill_(-1)
+    engine.audit.audit.states.last_tokens.fill_(-1)
     caches(engine, 1)[1].normal_()
 
     def act(at: int, forward: Any) -> Any:

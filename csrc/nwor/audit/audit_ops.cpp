@@ -106,6 +106,8 @@ StatesArgs states_of(const Call& call, AuditStep step, const Tensor& state_table
              "state_tables has ", args.num_states, " states in ", args.num_groups,
              " groups; must have at most ", kMaxStates + 0, " in ",
              kMaxStateGroups + 0);
+  NWOR_CHECK(args.num_reqs <= args.num_seats, op, "num_reqs is ", args.num_reqs,
+             "; must be at most ", args.num_seats, ", the seats");
   const auto* const rows = on_host<int64_t>(op, "metadata", metadata, 2);
   call.size_is("metadata", metadata, 0, args.num_groups, "the groups of state_tables");
   call.size_is("metadata", metadata, 1, kMetadataColumns, "StateMetadata");

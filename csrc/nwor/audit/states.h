@@ -31,7 +31,9 @@ constexpr int64_t kMaxBuffer = 32;
 constexpr int64_t kMaxStateGroups = 16;
 // States of all layers, at most.
 constexpr int64_t kMaxStates = 1024;
-// Of StateTables::last_tokens: the block may have states of any text.
+// Of StateTables::last_tokens: the block has no states yet; it may have those of any
+// text, or of one that ends inside an image.
+constexpr int32_t kNoToken = -1;
 constexpr int32_t kUnknownToken = -2;
 
 // One state of one layer. A row of `states`, int64 [num_states, 40]; sizes in bytes.
@@ -44,7 +46,9 @@ struct State {
   int64_t column_stride;
   int64_t word_bytes;  // 2, 4 or 8
   int64_t in_group;    // its number in the group
-  int64_t same_parts;  // a sample is "as before" with so many parts that are
+  // Of a temporal state: parts of a sample, at least, that are as before the step where
+  // it was not written.
+  int64_t same_parts;
   int64_t offsets[kSampleWords];
 
   NWOR_HOST_DEVICE bool is_temporal() const { return window == 0; }
@@ -112,7 +116,7 @@ struct StateTables {
   uint64_t* columns;  // [num_seats, num_states, max_columns]: of those written last
   uint64_t* scratch;  // [num_seats, num_states, num_scratch], by batch row: from before
   int32_t* last_tokens;  // [num_groups, num_blocks]: the last one that a block's
-                         // temporal states have; -1: they have none
+                         // temporal states have, or see above
   int64_t* totals;       // [2]: samples compared; read, but not known
   StateRecord* state_records;
   uint64_t* boundaries;  // [num_state_blocks, max_in_group]: samples of the records

@@ -9,7 +9,9 @@
 //
 // "Not written" is concluded from equal samples, not zero, only if the token is another
 // one than the block's states had last (temporal), or than all those in the buffer
-// (convolution): the same token again may give the same bits.
+// (convolution): the same token again may give the same bits. Nothing is concluded from
+// what was there before a token that is not known, or before a place in an image (it is
+// below 0 in the plan): places differ where their inputs may not.
 //
 // A request that comes with a state from the prefix cache must find that of its text:
 // the record of the block says of which text its states are, and their samples.
@@ -127,7 +129,7 @@ struct StatesPass : StatesArgs {
       const int64_t num_accepted =
           of.num_accepted == nullptr ? 1 : of.num_accepted[num_windows];
       const bool is_there = num_accepted >= 1 && num_accepted <= max_columns;
-      return {true, is_there, num_accepted - 1, num_windows};
+      return {true, is_there, is_there ? num_accepted - 1 : 0, num_windows};
     }
     const int64_t index = r - num_windows;
     bool has = true;
@@ -239,7 +241,8 @@ struct StatesPass : StatesArgs {
         continue;
       }
       const int64_t column = states[first].is_temporal() ? place.offset : 0;
-      const int64_t block = block_of(metadata[g], place, column);
+      const int64_t known = block_of(metadata[g], place, column);
+      const int64_t block = known < 0 ? 0 : known;
       report(*this, {step, of.kind, owner, position, block | place.offset << 40, first,
                      number, of.generation, of.step, expected_length, of.length});
     }
@@ -304,10 +307,7 @@ struct ReadStates : StatesPass {
     const State& state = states[s];
     const StateMetadata& of = metadata[state.group];
     uint64_t* const kept = scratch_of(rows.request, s);
-    const int64_t block =
-        place.has_state || !place.is_window
-            ? block_of(of, place, state.is_temporal() ? place.offset : 0)
-            : -1;
+    const int64_t block = block_of(of, place, state.is_temporal() ? place.offset : 0);
     uint64_t found = 0;
     if (state.is_temporal()) {
       if (block >= 0) {
@@ -337,16 +337,16 @@ struct ReadStates : StatesPass {
     if (start == 0) {
       return {place.has_state ? int64_t{kNoStateYet} : -1, 0, -1, 0};
     }
-    if (!place.has_state) {
+    if (!place.has_state || block < 0) {
       return {kStateLost, 0, -1, 0};
     }
     if (!is_known(rows, start)) {
-      return judge_hit(team, rows, s, start, block, found);
+      return judge_hit(team, rows, s, start, found);
     }
     if (team.lane() == 0) {
       count(totals[0]);
     }
-    if (block >= 0 && found != wanted[rows.seat * num_states + s]) {
+    if (found != wanted[rows.seat * num_states + s]) {
       return whose(team, rows.seat, s, found);
     }
     return judge_boundary(team, rows, s);
@@ -355,7 +355,7 @@ struct ReadStates : StatesPass {
   // By a warp: a request that has not run before reads a state of `start` tokens.
   template <typename Team>
   NWOR_RULE Verdict judge_hit(Team& team, const Rows& rows, int64_t s, int64_t start,
-                              int64_t block, uint64_t found) const {
+                              uint64_t found) const {
     const State& state = states[s];
     const Seat& seat = seats[rows.seat];
     const int64_t source = source_of(rows, state.group, start);
@@ -378,7 +378,7 @@ struct ReadStates : StatesPass {
       return {kForeignState, record.generation, record.length, record.step, start};
     }
     const uint64_t recorded = boundary_of(source, s);
-    if (block < 0 || found == recorded) {
+    if (found == recorded) {
       return {-1, 0, 0, 0};
     }
     const bool is_source = read_at(team, state, source) != recorded;
@@ -455,8 +455,8 @@ struct WrittenStates : StatesPass {
         const bool is = record(team, rows, s, places[states[s].group], num_kept);
         if (team.lane() == 0) {
           const Seat& seat = seats[rows.seat];
-          verdicts[s] = {is ? int64_t{kStateNotWritten} : -1, seat.generation,
-                         start + num_kept, step};
+          verdicts[s] = {is ? int64_t{kStateNotWritten} : -1, seat.generation, -1,
+                         step};
           if (!is && !places[states[s].group].is_window && num_kept < q) {
             verdicts[s] = {kStateAhead, seat.generation, start + q, step};
           }
@@ -465,7 +465,7 @@ struct WrittenStates : StatesPass {
       }
       if (team.sum(num_found).total > 0 && team.index() == 0) {
         for (int64_t g = 0; g < num_groups; ++g) {
-          places[g].offset = places[g].is_window ? num_kept - 1 : 0;
+          places[g].offset = places[g].is_window ? least(num_kept, max_columns) - 1 : 0;
         }
         report_verdicts(verdicts, places, rows, start + num_kept - 1, start + num_kept);
       }
@@ -506,7 +506,8 @@ struct WrittenStates : StatesPass {
           Sample zero;
           team.sum_parts(zero.parts, [](int64_t word) { return checksum_of(0, word); });
           const int32_t last = last_tokens[state.group * num_state_blocks + block];
-          is_same = last != token && last != kUnknownToken &&
+          const bool is_other = last == kNoToken || (last >= 0 && last != token);
+          is_same = is_other &&
                     sample.num_same(reinterpret_cast<const Sample*>(before)[c], zero) >=
                         state.same_parts;
         }

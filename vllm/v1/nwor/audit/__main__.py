@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m vllm_nwor.audit --selftest`: does the KV audit find planted faults?
+"""`python -m vllm_nwor.audit --selftest [--states]`: does the KV audit find planted
+faults?
 
 Exit status: 0 all found, 1 some missed or an error, 2 wrong arguments.
 VLLM_LOGGING_LEVEL=DEBUG shows vLLM's log and tracebacks.
@@ -42,7 +43,9 @@ def main() -> int:
     )
     text = "plant faults in a real engine on the CPU, and look for the findings"
     parser.add_argument("--selftest", action="store_true", required=True, help=text)
-    parser.parse_args()
+    text = "plant faults of recurrent states instead, in an engine that has some"
+    parser.add_argument("--states", action="store_true", help=text)
+    args = parser.parse_args()
     for name in [name for name in os.environ if name.startswith("VLLM_NWOR_")]:
         del os.environ[name]
     is_quiet = os.environ.get(LEVEL, "").upper() != "DEBUG"
@@ -55,7 +58,7 @@ def main() -> int:
         from . import selftest
 
         ready = show_findings if is_quiet else lambda: None
-        return 0 if selftest.run(say, ready) else 1
+        return 0 if selftest.run(say, ready, args.states) else 1
     except Exception as error:
         if not is_quiet:
             raise

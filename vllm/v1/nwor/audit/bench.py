@@ -19,6 +19,7 @@ from . import build
 from .state import Audit
 
 VOCAB_SIZE = 512
+NUM_DRAFTS = 4
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -52,7 +53,8 @@ class Bench:
 
     block_size = 32
 
-    def __init__(self) -> None:
+    def __init__(self, model: dict[str, Any] = MODEL, **arguments: Any) -> None:
+        """arguments: EngineArgs other than below."""
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -63,39 +65,40 @@ class Bench:
                 f"{current_platform.device_type}"
             )
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(MODEL))
-            arguments = EngineArgs(
+            (Path(folder) / "config.json").write_text(json.dumps(model))
+            defaults = {"num_gpu_blocks_override": 13, "enable_prefix_caching": True}
+            engine_args = EngineArgs(
                 model=folder,
                 load_format="dummy",
                 skip_tokenizer_init=True,
                 enforce_eager=True,
                 max_model_len=256,
                 block_size=self.block_size,
-                num_gpu_blocks_override=13,
                 max_num_seqs=8,
                 max_num_batched_tokens=128,
-                enable_prefix_caching=True,
                 disable_log_stats=True,
                 seed=0,
                 speculative_config={
                     "method": "ngram",
-                    "num_speculative_tokens": 4,
+                    "num_speculative_tokens": NUM_DRAFTS,
                     "prompt_lookup_min": 1,
                     "prompt_lookup_max": 3,
                 },
+                **defaults | arguments,
             )
             # As with a KV connector with known transfers.
             with patch.object(build, "_num_stored", return_value=1):
-                self.llm = LLMEngine.from_engine_args(arguments)
+                self.llm = LLMEngine.from_engine_args(engine_args)
         core: Any = self.llm.engine_core
         executor = core.engine_core.model_executor
         self.runner: Any = executor.driver_worker.worker.model_runner
-        observer = self.runner.nwor_state.named("audit")
-        if observer is None:
+        self.observer = self.runner.nwor_state.named("audit")
+        if self.observer is None:
             raise RuntimeError("the audit refused this engine; its log says why")
-        self.audit: Audit = observer.audit
-        self.found = observer.findings.last
+        self.audit: Audit = self.observer.audit
+        self.found = self.observer.findings.last
         self.layers = self.audit.groups[0].layers
+        self.names = [layer.name for layer in self.layers]
         self.scheduler = core.engine_core.scheduler
         self.num_steps = 0
         # Requests.
@@ -146,6 +149,16 @@ class Bench:
     def abort(self) -> None:
         self.llm.abort_request(self.added)
         self.added.clear()
+
+    def compared(self) -> dict[str, int]:
+        """What the audit saw so far: none may be 0."""
+        totals = self.audit.totals()
+        return {
+            "identities compared": totals["identities"],
+            "slots compared byte by byte": totals["contents"],
+            "requests preempted": len(self.preempted),
+            "requests with a cached prefix": len(self.with_hits),
+        }
 
     def blocks_a_step(self, count: int) -> AbstractContextManager[Any]:
         """So many blocks' bytes are compared in a step, not all."""

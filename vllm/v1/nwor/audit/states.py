@@ -34,9 +34,9 @@ def word_offsets(state: StateCache) -> tuple[int, list[int]]:
         channels, together = tensor.shape[2], SECTOR_BYTES // size
         if size not in (2, 4, 8) or channels < number:
             raise refused
-        num_sectors = number // together
+        num_sectors, of_column = number // together, channels // together
         starts = [
-            (2 * i + 1) * channels // (2 * num_sectors) // together * together
+            (2 * i + 1) * of_column // (2 * num_sectors) * together
             for i in range(num_sectors)
         ]
         return size, [(s + i) * strides[2] for s in starts for i in range(together)]
@@ -117,8 +117,9 @@ class States:
     """The recurrent states of all followed groups.
 
     layers: name of the layer, kind and KV-cache group, by the numbers that findings
-    have. tables: StateTables of states.h, int64, cpu. totals: [2] int64, device:
-    samples that were compared, and that were read without being known. last_tokens:
+    have. caches: the tensors. tables: StateTables of states.h, int64, cpu. totals: [2]
+    int64, device: samples that were compared, and that were read without being known.
+    last_tokens:
     [num_groups, num_blocks] int32, device: as in StateTables. records:
     [num_blocks, 3] int64, device: StateRecord, of no block if states are not in the
     prefix cache. step_bytes: of states, read in a step whose requests all have the most
@@ -139,7 +140,7 @@ class States:
         ]
         self.group_ids = [group.group_id for group in groups]
         self.layers = [(one.name, str(one.kind), of.group_id) for _, of, one in found]
-        self._kept = [one.tensor for *_, one in found]
+        self.caches = [one.tensor for *_, one in found]
         windows = {one.window for *_, one in found if one.window} or {0}
         sizes_of_blocks = {group.block_size for group in groups}
         num_columns = max(
