@@ -30,14 +30,16 @@ class GpuTestExtension(OracleExtension):
         self, seed: int, are_alike: bool = False, rank: int | None = None
     ) -> None:
         """Sets random weights of target and drafter in place, the same in every
-        process. vLLM's dummy weights are so small that an fp8 cache would hold only
-        zeros. rank: the only worker to do so, if not None.
+        process, but for embeddings: each rank has those of other tokens. vLLM's dummy
+        weights are so small that an fp8 cache would hold only zeros. rank: the only
+        worker to do so, if not None.
 
         are_alike: the drafter gets the target's weights of the same name, an EAGLE head
         uses the token alone, and the target's further layers add little. Then more than
         half of the greedy drafts are right if the drafter reads its cache correctly."""
         runner = self.model_runner
-        if rank not in (None, runner.vllm_config.parallel_config.rank):
+        own = runner.vllm_config.parallel_config.rank
+        if rank not in (None, own):
             return
         models = [runner.get_model(), draft_model(runner)]
         seen: set[int] = set()
@@ -47,7 +49,8 @@ class GpuTestExtension(OracleExtension):
                     if parameter.data_ptr() in seen:
                         continue
                     seen.add(parameter.data_ptr())
-                    fill(f"{seed} {0 if are_alike else number} {name}", parameter)
+                    of = f" {own}" if own and "embed" in name else ""
+                    fill(f"{seed} {0 if are_alike else number} {name}{of}", parameter)
                     if are_alike and name.endswith("fc.weight"):
                         torch.nn.init.eye_(parameter)
                     if are_alike and adds_after_first_layer(name):

@@ -1834,8 +1834,11 @@ def test_the_memory_of_an_8b_model_is_0_15_percent_of_its_cache(monkeypatch):
     shapes = (7, 8192), (32, 128, 128)
     state = ExpectedLayer("MambaSpec", 1 << 22, 8192, None, False, 0, shapes)
     states = [replace(state, group=1 + n // 12) for n in range(48)]
-    sizes = StateSizes(96, 4, 7, 1024, 1000, 4)
+    sizes = StateSizes(96, 4, 7, 1024, 1000, 4, 0, 24)
     assert reserved(True, 1000, [*layers, *states]) == size + sizes.num_bytes()
+    cached = [replace(state, is_cached=True) for state in states]
+    sizes = sizes._replace(num_records=1000)
+    assert reserved(True, 1000, [*layers, *cached]) == size + sizes.num_bytes()
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
