@@ -89,28 +89,43 @@ def test_right_states_are_silent(
         assert [*one.prompt, *result.tokens[one.name]] == truth[one.name]
 
 
+def come_and_go(draw: random.Random, number: int) -> list[Request]:
+    """So many requests, one a step; aborted ones leave their blocks to others, and the
+    same token again and again may give the same state."""
+    return [
+        Request(
+            f"q{n}",
+            (7,) * length if n % 3 == 0 else prompt(draw.randrange(9999), length),
+            20,
+            at=n,
+            abort_at=n + 6 if n % 4 == 1 else None,
+            abort_during=n + 5 if n % 4 == 3 else None,
+        )
+        for n, length in enumerate(draw.choices((2, 3, 30, 90, 300), k=number))
+    ]
+
+
 def test_reused_blocks_chunks_and_repeating_text_are_silent(
     engine: Engine, truth: dict[str, list[int]], mended: None
 ) -> None:
-    """Aborted requests leave their blocks to others; the same token again and again may
-    give the same state."""
-    draw = random.Random(4)
-    requests = [
-        Request(
-            f"q{number}",
-            (7,) * length if number % 3 == 0 else prompt(100 + number, length),
-            20,
-            at=number,
-            abort_at=number + 6 if number % 4 == 1 else None,
-            abort_during=number + 5 if number % 4 == 3 else None,
-        )
-        for number, length in enumerate(
-            draw.choice((2, 3, 30, 90, 300)) for _ in range(24)
-        )
-    ]
+    requests = come_and_go(random.Random(4), 24)
     texts = {one.name: [*one.prompt, *[7] * 40] for one in requests}
     play(engine, mixture, texts, requests)
     assert found(engine) == []
+
+
+@pytest.mark.nightly
+def test_ten_thousand_steps_are_silent(
+    engine: Engine, truth: dict[str, list[int]], mended: None
+) -> None:
+    draw, first = random.Random(5), engine.audit.audit.step
+    while engine.audit.audit.step - first < 10_000:
+        requests = come_and_go(draw, 100)
+        texts = {one.name: [*one.prompt, *[7] * 40] for one in requests}
+        play(
+            engine, draw.choice((mixture, mixture_of_four, all_wrong)), texts, requests
+        )
+        assert found(engine) == []
 
 
 def test_preempted_requests_are_silent(mended: None) -> None:
