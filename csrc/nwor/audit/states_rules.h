@@ -80,6 +80,7 @@ struct Verdict {
   int64_t generation;
   int64_t length;
   int64_t step;
+  int64_t position = 0;  // of a ring: whose row is lost
 };
 
 struct StatesPass : StatesArgs {
@@ -147,8 +148,7 @@ struct StatesPass : StatesArgs {
       int64_t number = 0;
       bool is_first = true;
       for (int64_t s = 0; s < num_states; ++s) {
-        if (verdicts[s].kind == of.kind &&
-            states[s].is_temporal() == states[first].is_temporal()) {
+        if (verdicts[s].kind == of.kind && states[s].is_like(states[first])) {
           ++number;
           is_first = is_first && s >= first;
         }
@@ -159,9 +159,13 @@ struct StatesPass : StatesArgs {
       const Place& place = places[states[first].group];
       const int64_t column = states[first].is_temporal() ? place.offset : 0;
       const int64_t block = block_of(metadata[states[first].group], place, column);
-      report(*this, {step, of.kind, seats[rows.seat].generation, position,
-                     block | place.offset << 40, first, number, of.generation, of.step,
-                     expected_length, of.length});
+      const bool is_ring = states[first].is_ring();
+      const int64_t at =
+          is_ring ? of.position % states[first].num_columns : place.offset;
+      report(*this, {step, of.kind, seats[rows.seat].generation,
+                     is_ring ? of.position : position, block | at << 40, first, number,
+                     of.generation, of.step, is_ring ? of.position : expected_length,
+                     of.length});
     }
   }
 };
@@ -197,6 +201,9 @@ struct ReadStates : StatesPass {
   NWOR_RULE Verdict judge(Team& team, const Rows& rows, int64_t s, const Place& place,
                           int64_t start) const {
     const State& state = states[s];
+    if (state.is_ring()) {
+      return judge_ring(team, rows, s, place, start);
+    }
     const StateMetadata& of = metadata[state.group];
     uint64_t* const kept = scratch_of(rows.request, s);
     const int64_t block =
@@ -247,6 +254,40 @@ struct ReadStates : StatesPass {
       return {-1, 0, 0, 0};
     }
     return whose(team, rows.seat, s, found);
+  }
+
+  // By a warp: compares the rows of earlier steps that this one reads. It reads them
+  // only if it has the group's last token.
+  template <typename Team>
+  NWOR_RULE Verdict judge_ring(Team& team, const Rows& rows, int64_t s,
+                               const Place& place, int64_t start) const {
+    const State& state = states[s];
+    const int64_t first = start - start % state.ratio;
+    const int64_t end = start + rows.end - rows.begin;
+    const int64_t block = block_of(metadata[state.group], place, 0);
+    if (first == start || end < first + state.ratio || block < 0) {
+      return {-1, 0, 0, 0};
+    }
+    const StateSeat& seat = state_seats[rows.seat];
+    const bool is_known = seat.generation == seats[rows.seat].generation &&
+                          seat.length == start && seat.first_row <= first;
+    if (team.lane() == 0) {
+      count(totals[is_known ? 0 : 1]);
+    }
+    for (int64_t p = first; is_known && p < start; ++p) {
+      const int64_t row = p % state.num_columns;
+      if (sample_of(team, state, block, row).whole() !=
+          columns_of(rows.seat, s)[p % state.ratio]) {
+        // The request's own last write to the row, if that was for another position.
+        const int64_t last =
+            seat.end_row - 1 - (seat.end_row - 1 - p) % state.num_columns;
+        if (last > p) {
+          return {kRingOverwritten, seat.generation, last, seat.end_step, p};
+        }
+        return {kRingOverwritten, 0, -1, 0, p};
+      }
+    }
+    return {-1, 0, 0, 0};
   }
 
   // By a warp: who wrote a state with this sample.
@@ -300,6 +341,13 @@ struct WrittenStates : StatesPass {
       const int64_t start = plan[rows.begin].position;
       uint64_t num_found = 0;
       for (int64_t s = team.warp(); s < num_states; s += team.num_warps()) {
+        if (states[s].is_ring()) {
+          record_ring(team, rows, s, places[states[s].group], num_kept);
+          if (team.lane() == 0) {
+            verdicts[s].kind = -1;
+          }
+          continue;
+        }
         const bool is = record(team, rows, s, places[states[s].group], num_kept);
         if (team.lane() == 0) {
           const Seat& seat = seats[rows.seat];
@@ -383,6 +431,26 @@ struct WrittenStates : StatesPass {
     return is_same;
   }
 
+  // By a warp: the rows that the step adds to the open group.
+  template <typename Team>
+  NWOR_RULE void record_ring(Team& team, const Rows& rows, int64_t s,
+                             const Place& place, int64_t num_kept) const {
+    const State& state = states[s];
+    const int64_t start = plan[rows.begin].position;
+    const int64_t end = start + rows.end - rows.begin, length = start + num_kept;
+    const int64_t block = block_of(metadata[state.group], place, 0);
+    const int64_t first = length - length % state.ratio;
+    for (int64_t p = first < start ? start : first; block >= 0 && p < length; ++p) {
+      const uint64_t sample =
+          sample_of(team, state, block, p % state.num_columns).whole();
+      if (team.lane() == 0) {
+        // A draft of the same step may have the row by now: then nothing is right.
+        columns_of(rows.seat, s)[p % state.ratio] =
+            p + state.num_columns < end ? ~sample : sample;
+      }
+    }
+  }
+
   // By one thread: the tokens that are in the states now.
   NWOR_RULE void remember(const Rows& rows, const Place* places,
                           int64_t num_kept) const {
@@ -420,6 +488,13 @@ struct WrittenStates : StatesPass {
     }
     seat.num_buffered = num_left;
     seat.first_read = is_window ? num_kept - 1 : 0;
+    if (!is_known) {
+      seat.first_row = start;
+    }
+    if (!is_known || seat.end_row < start + q) {
+      seat.end_row = start + q;
+      seat.end_step = step;
+    }
     seat.generation = seats[rows.seat].generation;
     seat.length = start + num_kept;
     seat.first_length = is_window ? start + 1 : start + q;

@@ -18,7 +18,7 @@ from ..layout.caches import (
     RunnerCaches,
     RunnerLimits,
 )
-from ..layout.states import StatesRefused
+from ..layout.states import StatesRefused, ring_shortage
 from ..layout.tables import DeviceMemory, LayerCache
 from .observer import NAME, RunnerAudit
 from .state import Audit
@@ -121,7 +121,7 @@ def _build(
     if storage is None and limits.sleeps:
         return "no memory was reserved, and sleep mode would lose what is taken now"
     audited: list[tuple[GroupShape, list[LayerCache]]] = []
-    of_groups = []
+    of_groups: dict[int, str] = {}
     for group in caches.groups:
         gid, layers = group.group_id, list(group.layers)
         reason = group.refusal or "it has no target layers"
@@ -131,21 +131,20 @@ def _build(
             layouts = [layer.layout for layer in layers]
             if {of.num_blocks * of.block_size for of in layouts} == {num_slots}:
                 audited.append((shape, layers))
-                of_groups.append(f"group {gid}: {len(layers)} layers")
+                of_groups[gid] = f"group {gid}: {len(layers)} layers"
                 continue
             reason = f"its layers do not have {num_slots} slots"
-        of_groups.append(f"group {gid}: off ({reason})")
+        of_groups[gid] = f"group {gid}: off ({reason})"
     if not audited:
-        return "; ".join(of_groups)
+        return "; ".join(of_groups.values())
     sizes = _sizes(limits, config)
     block_sizes = [group.block_size for group in caches.groups]
     followed = [group for group in caches.states if group.states]
-    of_groups += [
-        f"group {group.group_id}: {len(group.states)} recurrent states"
-        if group.states
-        else f"group {group.group_id}: states off ({group.refusal})"
-        for group in caches.states
-    ]
+    for group in caches.states:
+        about = group.about() if group.states else f"states off ({group.refusal})"
+        of_groups[group.group_id] = f"group {group.group_id}: {about}"
+        if shortage := ring_shortage(group, limits.num_drafts):
+            logger.warning("NWOR audit: group %d: %s", group.group_id, shortage)
     budget = min(config.audit_mib, 1 << 30) << 20  # a number of blocks is int64
 
     def audit_in(memory: DeviceMemory) -> Audit:
@@ -172,7 +171,7 @@ def _build(
     logger.info(
         "NWOR audit: %s; %s; %.1f MiB%s; bytes: %s",
         config.audit.value,
-        "; ".join(of_groups),
+        "; ".join(of_groups.values()),
         audit.num_bytes / 2**20,
         ", in addition to what vLLM has counted" if is_late else "",
         f"{config.audit_mib} MiB a step, all of a full cache in {num_steps} steps"

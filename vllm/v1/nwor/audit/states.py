@@ -20,8 +20,8 @@ SECTOR_BYTES = 32
 
 def word_offsets(state: StateCache) -> tuple[int, list[int]]:
     """Bytes of a word, and where the words of a sample are, in bytes: in a block or, of
-    a convolution, in a column of it. Raises StatesRefused."""
-    tensor, number = state.tensor, ops.SAMPLE_WORDS
+    a convolution, in a column of it, of a ring, in a row. Raises StatesRefused."""
+    tensor, number, is_ring = state.tensor, ops.SAMPLE_WORDS, bool(state.ratio)
     size, strides = tensor.element_size(), strides_of(tensor)
     refused = StatesRefused(
         f"the {state.kind} state of {state.name} has shape {tuple(tensor.shape)} and "
@@ -46,6 +46,8 @@ def word_offsets(state: StateCache) -> tuple[int, list[int]]:
         # Spread over heads, rows and columns.
         head = part * num_heads // ops.SAMPLE_PARTS
         row, sector = (part * 37 + 11) % num_rows, (part * 5 + 1) % num_sectors
+        if is_ring:
+            row = 0
         first = head * strides[1] + row * strides[2] + sector * SECTOR_BYTES
         offsets += range(first, first + SECTOR_BYTES, 8)
     return 8, offsets
@@ -60,18 +62,19 @@ def row_of(state: StateCache, group: int) -> tuple[int, ...]:
     """State of states.h. group: row of its metadata. Raises StatesRefused."""
     tensor, strides = state.tensor, strides_of(state.tensor)
     word_bytes, offsets = word_offsets(state)
-    is_conv = state.kind is StateKind.CONV
-    of_buffer = (tensor.shape[1], strides[1]) if is_conv else (0, 0)
-    place = tensor.data_ptr(), strides[0], group, state.window
-    return *place, *of_buffer, word_bytes, *offsets
+    axis = {StateKind.CONV: 1, StateKind.RING: 2}.get(state.kind)
+    of_columns = (0, 0) if axis is None else (tensor.shape[axis], strides[axis])
+    place = tensor.data_ptr(), strides[0], group, state.window, state.ratio
+    return *place, *of_columns, word_bytes, *offsets
 
 
 class States:
-    """The recurrent states of all followed groups.
+    """The recurrent states and rings of all followed groups.
 
     layers: name of the layer, kind and KV-cache group, by the numbers that findings
     have. tables: StateTables of states.h, int64, cpu. totals: [2] int64, device:
     samples that were compared, and that were read without being known.
+    has_rings_alone: nothing is read from vLLM's metadata.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class States:
                 raise StatesRefused(f"there are {what}")
         rows = torch.tensor([row_of(one, n) for n, _, one in found])
         max_columns = 1 + num_drafts
+        num_kept = max(max_columns, *(one.ratio for *_, one in found))
         num_scratch = max(ops.SAMPLE_PARTS // 2 * max_columns, num_columns)
 
         def take(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
@@ -115,14 +119,15 @@ class States:
             take(torch.int64, *rows.shape).copy_(rows),
             take(torch.int64, num_seats, ops.STATE_SEAT_COLUMNS),
             take(torch.int64, *of_seats),
-            take(torch.int64, *of_seats, max_columns),
+            take(torch.int64, *of_seats, num_kept),
             take(torch.int64, *of_seats, num_scratch),
             take(torch.int32, len(groups), num_blocks).fill_(-1),
             self.totals,
         )
-        sizes = num_states, len(groups), max_columns, *windows, num_scratch, num_blocks
+        sizes = num_states, len(groups), max_columns, num_kept, *windows
         addresses = [tensor.data_ptr() for tensor in self._tensors]
-        self.tables = torch.tensor([*addresses, *sizes])
+        self.tables = torch.tensor([*addresses, *sizes, num_scratch, num_blocks])
+        self.has_rings_alone = all(one.ratio for *_, one in found)
 
     @property
     def num_bytes(self) -> int:

@@ -20,6 +20,7 @@ from ..layout.caches import (
     RunnerCaches,
     RunnerLimits,
 )
+from ..layout.states import StateGroup, ring_shortage
 from ..layout.tables import LayerCache
 from . import adapters, connectors, states
 from .engine_core import config_refusal, connectors_in_forward, parallel_refusal
@@ -30,6 +31,7 @@ KEPT_BY_VLLM = (
     "vLLM keeps a copy of this state for each draft, and goes on from that of the last "
     "accepted one"
 )
+KEPT_IN_RING = "vLLM's ring has room for a step's drafts next to the rows that it reads"
 
 
 def limits(runner: Any) -> RunnerLimits:
@@ -100,13 +102,14 @@ def bound(runner: Any) -> RunnerCaches:
     """Once the KV caches are bound."""
     config, parallel = runner.kv_cache_config, runner.vllm_config.parallel_config
     reserved = getattr(config, "nwor_shadow", {})
+    of_states = states.groups_of(runner)
+    rings = {group.group_id: group for group in of_states if group.is_ring}
     groups = [
-        _group(runner, gid, group, layers)
+        _group(runner, gid, group, layers, rings.get(gid))
         for gid, (group, layers) in enumerate(
             zip(config.kv_cache_groups, target_layers(runner), strict=True)
         )
     ]
-    of_states = states.groups_of(runner)
     return RunnerCaches(
         limits=limits(runner),
         groups=groups,
@@ -121,17 +124,25 @@ def bound(runner: Any) -> RunnerCaches:
         vllm_version=vllm.__version__,
         states=of_states,
         read_states=states.StateMetadata(
-            [group.states[0].name for group in of_states if group.states]
+            [group for group in of_states if group.states]
         ).read,
         adapters=adapters.watch(runner),
     )
 
 
 def _group(
-    runner: Any, gid: int, group: Any, layers: list[LayerCache] | str
+    runner: Any,
+    gid: int,
+    group: Any,
+    layers: list[LayerCache] | str,
+    ring: StateGroup | None,
 ) -> GroupCaches:
     spec = group.kv_cache_spec
     refusal, layers = (layers, []) if isinstance(layers, str) else ("", layers)
+    kept_by_vllm = KEPT_BY_VLLM if _has_state_of_each_draft(runner, group) else ""
+    if ring is not None:
+        shortage = ring_shortage(ring, limits(runner).num_drafts)
+        refusal, kept_by_vllm = shortage or refusal, "" if shortage else KEPT_IN_RING
     try:
         staged = staged_group(runner, gid, group, layers)
     except Exception as error:
@@ -154,7 +165,7 @@ def _group(
         group_id=gid,
         layers=layers,
         refusal=refusal,
-        kept_by_vllm=KEPT_BY_VLLM if _has_state_of_each_draft(runner, group) else "",
+        kept_by_vllm=kept_by_vllm,
         staged=staged,
         block_size=spec.block_size,
         entry_tokens=tokens,

@@ -125,8 +125,8 @@ class RunnerCaches:
     of the tokens computed before this step, whatever is asked for.
     rank, world_size: of this worker. vllm_version: as vLLM says it. adapters: those
     that the worker loads; None without LoRA.
-    states: recurrent ones. read_states: reads a step's metadata, of the groups that are
-    followed (hooks.states.StateMetadata.read).
+    states: recurrent ones, and rings. read_states: reads a step's metadata, of the
+    groups that are followed (hooks.states.StateMetadata.read).
     """
 
     limits: RunnerLimits
@@ -140,4 +140,6 @@ class RunnerCaches:
     vllm_version: str
     adapters: LoadedAdapters | None = None
     states: Sequence[StateGroup] = ()
-    read_states: Callable[[Any], tuple[torch.Tensor, Any]] | None = None
+    read_states: (
+        Callable[[Any, Sequence[torch.Tensor]], tuple[torch.Tensor, Any]] | None
+    ) = None
