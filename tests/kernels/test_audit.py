@@ -20,6 +20,7 @@ import threading
 import weakref
 import zlib
 from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -45,14 +46,17 @@ from vllm_nwor.audit import observer as audit_observer
 from vllm_nwor.audit.findings import AuditError, Finding, Findings, Found, Writer
 from vllm_nwor.audit.observer import RunnerAudit
 from vllm_nwor.audit.state import Audit
+from vllm_nwor.audit.states import States
 from vllm_nwor.audit.tables import AuditedGroup, GroupShape, num_bytes
 from vllm_nwor.base.errors import GroupRefused
 from vllm_nwor.config import AuditMode, NworConfig, NworConfigError, StaleMode
 from vllm_nwor.hooks import caches, connectors, runner_v1, runner_v2, worker
 from vllm_nwor.hooks.runner import RunnerState, execute_model, sample_tokens
 from vllm_nwor.hooks.scheduled import ScheduledStep
+from vllm_nwor.hooks.states import StateMetadata
 from vllm_nwor.layout.caches import ExpectedCaches, ExpectedLayer, Loads
 from vllm_nwor.layout.kv_layout import packed_layout, row_layout
+from vllm_nwor.layout.states import StateGroup
 from vllm_nwor.layout.tables import DeviceMemory, LayerCache
 from vllm_nwor.step import LoadedAdapters, Observer, Transfer, Undone, Weights
 
@@ -116,7 +120,8 @@ class World:
     tokens that the scheduler knows to have been in the cache. copied: pairs of blocks.
     loading: adapters that vLLM loads in the next step, behind its plan, and their
     contents.
-    preempted: requests. mode, strict: the configuration."""
+    preempted: requests. mode, strict: the configuration. states: groups behind the
+    others."""
 
     device: ClassVar[torch.device]
     is_v2: ClassVar[bool]
@@ -135,6 +140,7 @@ class World:
     max_tokens: int = 64
     mode: AuditMode = AuditMode.LOG
     strict: bool = True
+    states: Sequence[StateGroup] = ()
 
     def __post_init__(self):
         heads, width = self.slot_size
@@ -160,7 +166,11 @@ class World:
             groups.append(AuditedGroup(*args))
         args = groups, self.budget, 4, [N] * self.num_groups, memory
         self.adapters = LoadedAdapters()
-        self.audit = Audit(*args, self.loads, adapters=self.adapters)
+        states = None
+        if self.states:
+            states = States(self.states, 4, self.num_blocks, 7, memory)
+        of = {"adapters": self.adapters, "states": states}
+        self.audit = Audit(*args, self.loads, **of)
         self.requests, self.numbers, self.local = {}, {}, {}
         self.weights, self.loading = Weights(), {}
         self.news, self.finished, self.copied, self.preempted = [], [], [], set()
@@ -186,7 +196,7 @@ class World:
             SimpleNamespace(
                 limits=SimpleNamespace(loads=self.loads),
                 text_of=partial(text_of, self.runner),
-                read_states=None,
+                read_states=StateMetadata(self.states).read,
             ),
         )
 
