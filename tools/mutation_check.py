@@ -58,6 +58,7 @@ TESTS = (
     "tests/kernels/test_builtin_ops.py",
     "tests/kernels/test_large_offsets.py",
     "tests/kernels/test_audit.py",
+    "tests/kernels/test_rings.py",
     "tests/simulation",
     "tests/unit/test_report.py",
     "tests/integration/test_states.py",  # with engines; last
