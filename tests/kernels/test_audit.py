@@ -19,8 +19,8 @@ import resource
 import threading
 import weakref
 import zlib
-from contextlib import nullcontext
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace

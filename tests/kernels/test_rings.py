@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.test_audit import N, World, Work, device  # noqa: F401
+from tests.kernels.test_audit import N, Work, World, device  # noqa: F401
 from vllm_nwor.audit.findings import Finding
 from vllm_nwor.layout.states import StateCache, StateGroup, StateKind, ring_shortage
 
@@ -206,5 +206,3 @@ def test_the_null_block_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
         ring[0] += 1
     assert world.step(a=2) == []
     assert world.totals() == [0, 0]
-
-

@@ -140,11 +140,11 @@ def _build(
     sizes = _sizes(limits, config)
     block_sizes = [group.block_size for group in caches.groups]
     followed = [group for group in caches.states if group.states]
-    for group in caches.states:
-        about = group.about() if group.states else f"states off ({group.refusal})"
-        of_groups[group.group_id] = f"group {group.group_id}: {about}"
-        if shortage := ring_shortage(group, limits.num_drafts):
-            logger.warning("NWOR audit: group %d: %s", group.group_id, shortage)
+    for of in caches.states:
+        about = of.about() if of.states else f"states off ({of.refusal})"
+        of_groups[of.group_id] = f"group {of.group_id}: {about}"
+        if shortage := ring_shortage(of, limits.num_drafts):
+            logger.warning("NWOR audit: group %d: %s", of.group_id, shortage)
     budget = min(config.audit_mib, 1 << 30) << 20  # a number of blocks is int64
 
     def audit_in(memory: DeviceMemory) -> Audit:
