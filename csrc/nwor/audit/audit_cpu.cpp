@@ -17,6 +17,9 @@ namespace {
 // One of `count` teams of a pass.
 class Solo {
  public:
+  // Of a sample of states.
+  static constexpr int64_t kWordsOfLane = kSampleWords;
+
   Solo(int64_t number, int64_t count) : number_(number), count_(count) {}
 
   // Neighbouring slots may lie in one cache line.

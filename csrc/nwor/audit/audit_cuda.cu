@@ -16,11 +16,11 @@ namespace nwor {
 namespace {
 
 // Threads of a thread block, and how many blocks fit a multiprocessor at least.
-// RecordRows: a step has few rows, what counts is how long one takes. ScanSlots: the
-// registers of one would not let there be two.
+// RecordRows, states: a step has few rows, what counts is how long one takes.
+// ScanSlots: the registers of one would not let there be two.
 template <typename Pass>
 constexpr int kThreadsOf =
-    std::is_same_v<Pass, RecordRows>                                     ? 1024
+    std::is_same_v<Pass, RecordRows> || std::is_base_of_v<StatesPass, Pass> ? 1024
     : std::is_same_v<Pass, BlockEvents> || std::is_same_v<Pass, Publish> ? kBlockThreads
                                                                          : 512;
 template <typename Pass>
@@ -117,6 +117,9 @@ __device__ int32_t layer_checksum(const LayerRow& layer, int64_t slot) {
 template <int kThreads>
 class Block {
  public:
+  // Of a sample of states.
+  [[maybe_unused]] static constexpr int64_t kWordsOfLane = kSampleWords / kWarpThreads;
+
   __device__ Share share(int64_t count) const { return {blockIdx.x, count, gridDim.x}; }
   __device__ int64_t index() const { return threadIdx.x; }
   __device__ int64_t size() const { return kThreads; }

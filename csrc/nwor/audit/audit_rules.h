@@ -34,8 +34,10 @@
 
 #ifdef __CUDACC__
 #define NWOR_RULE __device__ inline
+#define NWOR_UNROLL _Pragma("unroll")
 #else
 #define NWOR_RULE inline
+#define NWOR_UNROLL
 #endif
 
 namespace nwor {

@@ -35,7 +35,7 @@ constexpr int64_t kSampleParts = 8;
 constexpr int64_t kMaxBuffer = 32;
 constexpr int64_t kMaxStateGroups = 16;
 // States of all layers, at most.
-constexpr int64_t kMaxStates = 1024;
+constexpr int64_t kMaxStates = 640;
 // Of StateTables::last_tokens: the block has no states yet; it may have those of any
 // text, or of one that ends inside an image.
 constexpr int32_t kNoToken = -1;

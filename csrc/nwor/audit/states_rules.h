@@ -58,6 +58,42 @@ struct Sample {
 };
 static_assert(sizeof(Sample) == 4 * sizeof(uint64_t), "of a column in scratch");
 
+// A column of a state. block -1: there is none.
+struct Column {
+  int64_t block;
+  int64_t column;
+};
+
+// By a warp; all lanes see them: calls visit(i, sample) for the columns column_of(0) to
+// column_of(count - 1) that are there. Loads of several are under way at a time.
+template <typename Team, typename ColumnOf, typename Visit>
+NWOR_RULE void each_sample(Team& team, const State& state, int64_t count,
+                           const ColumnOf& column_of, const Visit& visit) {
+  constexpr int64_t kAtOnce = 8, kWords = Team::kWordsOfLane;
+  for (int64_t first = 0; first < count; first += kAtOnce) {
+    uint64_t words[kAtOnce][kWords];
+    bool is_there[kAtOnce];
+    NWOR_UNROLL
+    for (int64_t i = 0; i < kAtOnce; ++i) {
+      const Column from = first + i < count ? column_of(first + i) : Column{-1, 0};
+      is_there[i] = from.block >= 0;
+      for (int64_t w = 0; is_there[i] && w < kWords; ++w) {
+        words[i][w] = state_word(state, from.block, from.column, team.lane() + w);
+      }
+    }
+    NWOR_UNROLL
+    for (int64_t i = 0; i < kAtOnce; ++i) {
+      if (is_there[i]) {
+        Sample sample;
+        team.sum_parts(sample.parts, [&](int64_t word) {
+          return checksum_of(words[i][word % kWords], word);
+        });
+        visit(first + i, sample);
+      }
+    }
+  }
+}
+
 // By a warp; all lanes get it.
 template <typename Team>
 NWOR_RULE Sample sample_of(Team& team, const State& state, int64_t block,
@@ -150,6 +186,7 @@ struct StatesPass : StatesArgs {
       places[g] = place_of(team, metadata[g], rows);
     }
     constexpr auto kWords = static_cast<int64_t>(sizeof(Verdict) / sizeof(int64_t));
+    static_assert(kMaxStates * kWords <= kMaxReqs, "a team has so much room");
     return reinterpret_cast<Verdict*>(team.room(num_states * kWords));
   }
 
@@ -317,27 +354,29 @@ struct ReadStates : StatesPass {
     const int64_t block = block_of(of, place, state.is_temporal() ? place.offset : 0);
     uint64_t found = 0;
     if (state.is_temporal()) {
-      if (block >= 0) {
-        found = sample_of(team, state, block, 0).whole();
-      }
+      // Those that will be written, then the one that is read.
       const int64_t count =
           place.is_window ? least(rows.end - rows.begin, max_columns) : 1;
-      for (int64_t c = 0; c < count; ++c) {
-        const int64_t to = block_of(of, place, c);
-        if (to >= 0) {
-          const Sample sample = sample_of(team, state, to, 0);
-          if (team.lane() == 0) {
-            reinterpret_cast<Sample*>(kept)[c] = sample;
-          }
-        }
-      }
+      each_sample(
+          team, state, count + 1,
+          [&](int64_t c) {
+            return Column{c < count ? block_of(of, place, c) : block, 0};
+          },
+          [&](int64_t c, const Sample& sample) {
+            if (c == count) {
+              found = sample.whole();
+            } else if (team.lane() == 0) {
+              reinterpret_cast<Sample*>(kept)[c] = sample;
+            }
+          });
     } else if (block >= 0) {
-      for (int64_t c = 0; c < state.num_columns; ++c) {
-        const uint64_t sample = sample_of(team, state, block, c).whole();
-        if (team.lane() == 0) {
-          kept[c] = sample;
-        }
-      }
+      each_sample(
+          team, state, state.num_columns, [&](int64_t c) { return Column{block, c}; },
+          [&](int64_t c, const Sample& sample) {
+            if (team.lane() == 0) {
+              kept[c] = sample.whole();
+            }
+          });
       team.warp_sync();
       found = window_at(state, place.offset, kept);
     }
@@ -518,6 +557,8 @@ struct WrittenStates : StatesPass {
         report_verdicts(verdicts, places, rows, start + num_kept - 1, start + num_kept);
       }
       team.sync();
+      remember_tokens(team, rows, places);
+      team.sync();
       if (team.index() == 0) {
         remember(rows, places, num_kept);
       }
@@ -541,34 +582,27 @@ struct WrittenStates : StatesPass {
     uint64_t* const written_to = columns_of(rows.seat, s);
     bool is_same = false;
     if (state.is_temporal()) {
-      for (int64_t c = 0; c < count; ++c) {
-        const int64_t block = block_of(of, place, c);
-        if (block < 0) {
-          continue;
-        }
-        const Sample sample = sample_of(team, state, block, 0);
-        if (team.lane() == 0) {
-          written_to[c] = sample.whole();
-        }
-        if (c == kept) {
-          Sample zero;
-          team.sum_parts(zero.parts, [](int64_t word) { return checksum_of(0, word); });
-          const int32_t last = last_tokens[state.group * num_state_blocks + block];
-          const bool is_other = last == kNoToken || (last >= 0 && last != token);
-          is_same = is_other &&
-                    sample.num_same(reinterpret_cast<const Sample*>(before)[c], zero) >=
-                        state.same_parts;
-        }
-      }
+      each_sample(
+          team, state, count,
+          [&](int64_t c) { return Column{block_of(of, place, c), 0}; },
+          [&](int64_t c, const Sample& sample) {
+            if (team.lane() == 0) {
+              written_to[c] = sample.whole();
+            }
+            if (c == kept) {
+              is_same =
+                  is_unwritten(team, state, block_of(of, place, c), token,
+                               reinterpret_cast<const Sample*>(before)[c], sample);
+            }
+          });
     } else if (const int64_t block = block_of(of, place, 0); block >= 0) {
       uint64_t samples[kMaxBuffer];
       const int64_t end = least(state.window + count - 1, state.num_columns);
-      for (int64_t c = 0; c < end; ++c) {
-        samples[c] = sample_of(team, state, block, c).whole();
-        const int64_t first = c - state.window + 1;
-        if (first >= 0 && team.lane() == 0) {
-          written_to[first] = window_at(state, first, samples);
-        }
+      each_sample(
+          team, state, end, [&](int64_t c) { return Column{block, c}; },
+          [&](int64_t c, const Sample& sample) { samples[c] = sample.whole(); });
+      for (int64_t c = team.lane(); c + state.window <= end; c += team.num_lanes()) {
+        written_to[c] = window_at(state, c, samples);
       }
       const bool is_known = seat.generation == seats[rows.seat].generation &&
                             seat.length == plan[rows.begin].position;
@@ -615,6 +649,33 @@ struct WrittenStates : StatesPass {
     }
   }
 
+  // By a warp: whether a temporal state is as before a token that is another one.
+  template <typename Team>
+  NWOR_RULE bool is_unwritten(Team& team, const State& state, int64_t block,
+                              int32_t token, const Sample& before,
+                              const Sample& sample) const {
+    Sample zero;
+    team.sum_parts(zero.parts, [](int64_t word) { return checksum_of(0, word); });
+    const int32_t last = last_tokens[state.group * num_state_blocks + block];
+    const bool is_other = last == kNoToken || (last >= 0 && last != token);
+    return is_other && sample.num_same(before, zero) >= state.same_parts;
+  }
+
+  // The tokens that are in the blocks of the columns now.
+  template <typename Team>
+  NWOR_RULE void remember_tokens(Team& team, const Rows& rows,
+                                 const Place* places) const {
+    for (int64_t i = team.index(); i < num_recurrent * max_columns; i += team.size()) {
+      const int64_t g = i / max_columns, c = i % max_columns;
+      const int64_t row = places[g].is_window ? rows.begin + c : rows.end - 1;
+      const bool is_there = row < rows.end && (places[g].is_window || c == 0);
+      const int64_t block = is_there ? block_of(metadata[g], places[g], c) : -1;
+      if (block >= 0) {
+        last_tokens[g * num_state_blocks + block] = plan[row].token;
+      }
+    }
+  }
+
   // By one thread: the tokens that are in the states now.
   NWOR_RULE void remember(const Rows& rows, const Place* places,
                           int64_t num_kept) const {
@@ -625,14 +686,6 @@ struct WrittenStates : StatesPass {
     for (int64_t g = 0; g < num_recurrent; ++g) {
       if (!is_known && start > 0) {
         adopt_boundary(rows, g, start);
-      }
-      const int64_t count = places[g].is_window ? least(q, max_columns) : 1;
-      for (int64_t c = 0; c < count; ++c) {
-        const int64_t block = block_of(metadata[g], places[g], c);
-        if (block >= 0) {
-          last_tokens[g * num_state_blocks + block] =
-              plan[places[g].is_window ? rows.begin + c : rows.end - 1].token;
-        }
       }
       remember_boundary(rows, g, places[g], num_kept);
     }
