@@ -59,6 +59,7 @@ TESTS = (
     "tests/kernels/test_large_offsets.py",
     "tests/kernels/test_audit.py",
     "tests/kernels/test_states.py",
+    "tests/kernels/test_rings.py",
     "tests/simulation",
     "tests/kernels/test_state_kinds.py",
     "tests/unit/test_report.py",

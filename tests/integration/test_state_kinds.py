@@ -25,13 +25,12 @@ from vllm.forward_context import get_forward_context
 
 from tests.helpers.drafters import no_drafts
 from tests.helpers.engine import Engine, Request, prompt
+from tests.helpers.hybrid import AUDIT, found
 from tests.helpers.logs import nwor_log
 from tests.helpers.runner_probe import request_name
 from tests.integration.test_states import (
     AT_STEP,
-    AUDIT,
     REQUESTS,
-    found,
     play,
     replace_forward,
 )
@@ -189,7 +188,7 @@ def test_start_up_says_what_is_followed_and_what_it_costs(engine: Engine) -> Non
         assert f"group {gid}: {number} recurrent states ({backend}); " in line
     # Eight requests; of a convolution all columns twice, 32 words of 2 bytes; of
     # matrices 256 bytes, what is read and twice what is written.
-    columns = audit.audit.states._kept[0].shape[1]
+    columns = audit.audit.states.caches[0].shape[1]
     of_layer = 2 * columns * 32 * 2 + (number - 1) * 3 * 256
     assert states.step_bytes == 8 * 3 * of_layer
     assert (

@@ -335,11 +335,11 @@ def test_a_single_state_with_rejected_drafts_in_it_is_named(
     """Metadata that takes windows for plain rows, which keep one state."""
     read = engine.audit._read_states
 
-    def as_plain(metadata: Any) -> Any:
-        rows, kept = read(metadata)
+    def as_plain(metadata: Any, block_tables: Any) -> Any:
+        rows, kept = read(metadata, block_tables)
         is_window = rows[:, 0] > 0
-        rows[is_window, 4:6] = rows[is_window, 1:3]
-        rows[:, :4] = 0
+        rows[is_window, 5:7] = rows[is_window, 2:4]
+        rows[:, :5] = 0
         return rows, kept
 
     monkeypatch.setattr(engine.audit, "_read_states", as_plain)

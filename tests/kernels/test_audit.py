@@ -19,6 +19,7 @@ import resource
 import threading
 import weakref
 import zlib
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,13 +47,16 @@ from vllm_nwor.audit.findings import AuditError, Finding, Findings, Found, Write
 from vllm_nwor.audit.observer import RunnerAudit
 from vllm_nwor.audit.state import Audit
 from vllm_nwor.audit.states import Sizes as StateSizes
+from vllm_nwor.audit.states import States
 from vllm_nwor.audit.tables import AuditedGroup, GroupShape, num_bytes
 from vllm_nwor.config import AuditMode, NworConfig, NworConfigError, StaleMode
 from vllm_nwor.hooks import caches, connectors, runner_v1, runner_v2, worker
 from vllm_nwor.hooks.runner import RunnerState, execute_model, sample_tokens
 from vllm_nwor.hooks.scheduled import ScheduledStep
+from vllm_nwor.hooks.states import StateMetadata
 from vllm_nwor.layout.caches import ExpectedCaches, ExpectedLayer, Loads
 from vllm_nwor.layout.kv_layout import packed_layout, row_layout
+from vllm_nwor.layout.states import StateGroup
 from vllm_nwor.layout.tables import DeviceMemory, LayerCache
 from vllm_nwor.step import LoadedAdapters, Observer, Transfer, Undone, Weights
 
@@ -116,7 +120,8 @@ class World:
     tokens that the scheduler knows to have been in the cache. copied: pairs of blocks.
     loading: adapters that vLLM loads in the next step, behind its plan, and their
     contents.
-    preempted: requests. mode, strict: the configuration."""
+    preempted: requests. mode, strict: the configuration. state_groups: behind the
+    others."""
 
     device: ClassVar[torch.device]
     is_v2: ClassVar[bool]
@@ -135,6 +140,7 @@ class World:
     max_tokens: int = 64
     mode: AuditMode = AuditMode.LOG
     strict: bool = True
+    state_groups: Sequence[StateGroup] = ()
 
     def __post_init__(self):
         heads, width = self.slot_size
@@ -160,7 +166,11 @@ class World:
             groups.append(AuditedGroup(*args))
         args = groups, self.budget, 4, [N] * self.num_groups, memory
         self.adapters = LoadedAdapters()
-        self.audit = Audit(*args, self.loads, adapters=self.adapters)
+        of: dict[str, Any] = {"adapters": self.adapters}
+        if self.state_groups:
+            about = 4, self.num_blocks, 7, memory
+            of["states"] = States(self.state_groups, *about)
+        self.audit = Audit(*args, self.loads, **of)
         self.requests, self.numbers, self.local = {}, {}, {}
         self.weights, self.loading = Weights(), {}
         self.news, self.finished, self.copied, self.preempted = [], [], [], set()
@@ -186,7 +196,7 @@ class World:
             SimpleNamespace(
                 limits=SimpleNamespace(loads=self.loads),
                 text_of=partial(text_of, self.runner),
-                read_states=None,
+                read_states=StateMetadata(self.state_groups).read,
             ),
         )
 
@@ -1837,8 +1847,14 @@ def test_the_memory_of_an_8b_model_is_0_15_percent_of_its_cache(monkeypatch):
     sizes = StateSizes(96, 4, 7, 1024, 1000, 4, 0, 24)
     assert reserved(True, 1000, [*layers, *states]) == size + sizes.num_bytes()
     cached = [replace(state, is_cached=True) for state in states]
-    sizes = sizes._replace(num_records=1000)
-    assert reserved(True, 1000, [*layers, *cached]) == size + sizes.num_bytes()
+    recorded = sizes._replace(num_records=1000).num_bytes()
+    assert reserved(True, 1000, [*layers, *cached]) == size + recorded
+    # And rings, of 8 tokens each.
+    ring = ExpectedLayer("CircularBufferSpec", 1 << 12, 12, None, False, 5, ratio=8)
+    more = StateSizes(99, 5, 7, 1024, 1000, 4, 0, 24, 8)
+    assert more.num_kept == 8
+    layers = [*layers, *states, *[ring] * 3]
+    assert reserved(True, 1000, layers) == size + more.num_bytes()
 
 
 @pytest.mark.parametrize("has_ended", [False, True])

@@ -30,7 +30,7 @@ from vllm_nwor import ops
 from vllm_nwor.audit.state import Audit
 from vllm_nwor.audit.states import States
 from vllm_nwor.hooks import runner_v1, states
-from vllm_nwor.layout.states import StateKind
+from vllm_nwor.layout.states import StateCache, StateGroup, StateKind
 from vllm_nwor.layout.tables import DeviceMemory
 
 NUM_DRAFTS, WIDTH, CHANNELS = 4, 4, 64
@@ -104,11 +104,13 @@ class Hybrid(World):
 
     spoils: changes the metadata of the next step. unwritten: (kind, part) -> whether
     that step leaves a part of a state's heads, or a convolution's buffer, as it was.
+    ring: of a layer that compresses 4 tokens, in a group of its own.
     """
 
     backend: str = "GDN_ATTN"
     spoils: Any = None
     unwritten: Any = None
+    ring: torch.Tensor | None = None
     # Of each request: tokens that the kernels keep of its last window.
     kept: dict[str, int] = field(default_factory=dict)
     num_heads: ClassVar[int] = 8
@@ -119,8 +121,12 @@ class Hybrid(World):
         self.has_drafts = self.backend not in PLAIN
         num_drafts = NUM_DRAFTS if self.has_drafts else 0
         memory = DeviceMemory(self.device, None)
-        self.states = States([group], 4, NUM_STATE_BLOCKS, num_drafts, memory)
-        self.of_group = states.StateMetadata([group])
+        groups = [group]
+        if self.ring is not None:
+            ring = StateCache(LAYER, StateKind.RING, self.ring, ratio=4)
+            groups.append(StateGroup(1, [ring]))
+        self.states = States(groups, 4, NUM_STATE_BLOCKS, num_drafts, memory)
+        self.of_group = states.StateMetadata(groups)
         self.state_caches = group.states
         with pytest.MonkeyPatch.context() as patch:
             audit = functools.partial(Audit, states=self.states)
@@ -141,6 +147,10 @@ class Hybrid(World):
         metadata = self.metadata_of(batch)
         if self.spoils:
             self.spoils(metadata)
+        if self.ring is not None:
+            table = self._int32([[self.blocks_of(name)[0]] for name in batch.req_ids])
+            batch.block_tables = [*batch.block_tables, table]
+            batch.slot_mappings = [*batch.slot_mappings, batch.slot_mappings[0]]
         context = SimpleNamespace(attn_metadata={LAYER: metadata})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(runner_v1, "get_forward_context", lambda: context)
@@ -197,6 +207,10 @@ class Hybrid(World):
         first = request.computed
         text = [*request.text[: first + work.num], *work.drafts]
         blocks, is_window = self.blocks_of(name), self.is_decode(name, work)
+        if self.ring is not None:
+            for p in range(first, len(text)):
+                row = self.ring[blocks[0], :, p % self.ring.shape[2]]
+                row.copy_(values(row.shape, row.dtype, "row", text[: p + 1]))
         for state in self.state_caches:
             of, cache = state.kind, state.tensor
             if of is StateKind.CONV:
@@ -220,9 +234,9 @@ class Hybrid(World):
                         ).to(self.device)
 
 
-def started(backend: str) -> Hybrid:
+def started(backend: str, ring: torch.Tensor | None = None) -> Hybrid:
     """Two requests whose prompts were computed, the first in chunks."""
-    world = Hybrid(backend=backend)
+    world = Hybrid(backend=backend, ring=ring)
     world.add("a", range(10, 17), range(1, 8))
     world.add("b", range(20, 25), range(8, 15))
     assert world.step(a=4, b=5) == []
@@ -267,6 +281,34 @@ def test_right_states_are_silent(backend):
         assert world.step(**rows) == []
     num_states = len(SHAPES[backend])
     assert world.states.totals.tolist() == [11 * num_states, 0]
+
+
+@pytest.mark.parametrize("backend", SHAPES)
+def test_a_ring_in_another_group_is_judged_by_its_own_rules(backend):
+    """And the states by theirs."""
+    ring = torch.zeros(NUM_STATE_BLOCKS, 2, 8, 16, device=World.device)
+    world = started(backend, ring)
+    for number, accepted in enumerate((0, 4, 1)):
+        assert world.step(**both(world, 30 + 10 * number, accepted, accepted)) == []
+    compared, unknown = world.states.totals.tolist()
+    # Of a ring in steps with a group's last token.
+    assert compared > 7 * len(SHAPES[backend])
+    assert unknown == 0
+    assert (world.states.last_tokens[1] == -1).all()
+    # Of b the next token is the last one of its group.
+    while world.requests["b"].computed % 4 != 3:
+        world.requests["b"].text.append(9)
+        assert world.step(b=1) == []
+    position = world.requests["b"].computed - 1
+    ring[world.blocks_of("b")[0], :, position % 8] += 1
+    world.requests["b"].text.append(9)
+    (found,) = world.step(b=1)
+    assert (found.kind, found.state) == ("ring_overwritten", "ring")
+    assert (found.group, found.position, found.owner) == (1, position, "b")
+    for state in world.state_caches:
+        state.tensor[world.blocks_of("a")] += 1
+    found = world.step(**both(world, 90))
+    assert kinds_of(found) == all_states(world, "changed_state")
 
 
 @pytest.mark.parametrize("backend", SHAPES)
@@ -399,4 +441,4 @@ def test_a_kind_that_is_not_known_is_refused_by_its_name():
 def test_metadata_of_another_kind_ends_the_check_of_states(metadata):
     world = started("MAMBA2_ATTN")
     with pytest.raises(states.StatesRefused, match="metadata is a "):
-        world.of_group.read(metadata)
+        world.of_group.read(metadata, [])

@@ -312,7 +312,7 @@ def test_every_byte_of_the_sample_and_no_other(device, shape, number):
     for count, stride in zip(of_block.shape, of_block.stride(), strict=True):
         places = [at + i * stride * size for at in places for i in range(count)]
     outside = {at + byte for at in places for byte in range(size)} - inside
-    assert len(inside) == 32 * world.states._tensors[0][number, 6]
+    assert len(inside) == 32 * world.states._tensors[0][number, 7]
     chosen = [(at, True) for at in draw.sample(sorted(inside), 8)]
     chosen += [(at, False) for at in draw.sample(sorted(outside), 8)]
     for token, (at, is_seen) in enumerate(chosen, 50):

@@ -115,6 +115,7 @@ enum FindingClass : int64_t {
   kNoStateYet,
   kStateLost,
   kStateAhead,
+  kRingOverwritten,
   kNumFindingClasses,
 };
 

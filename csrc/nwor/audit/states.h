@@ -11,8 +11,13 @@
 // token; after n tokens of a window were kept, the next step reads from column n - 1
 // on.
 //
+// A layer that keeps one entry for `ratio` tokens (a *group* of them) needs the rows of
+// the open group until its last token comes. They are in a *ring*: one block a request,
+// in which position p has row p % capacity. A step writes the rows of all its drafts,
+// so one that is too small loses rows of the open group to drafts that are rejected.
+//
 // What is compared is a *sample*: kSampleWords words, for temporal states from as many
-// heads as there are parts.
+// heads as there are parts; of a ring, of each row.
 //
 // Where states are found in the prefix cache, a block keeps that of a text's begin, as
 // a rule up to a block's end: a *boundary*. A StateRecord says of which text it is.
@@ -36,13 +41,14 @@ constexpr int64_t kMaxStates = 640;
 constexpr int32_t kNoToken = -1;
 constexpr int32_t kUnknownToken = -2;
 
-// One state of one layer. A row of `states`, int64 [num_states, 40]; sizes in bytes.
+// One state of one layer. A row of `states`, int64 [num_states, 42]; sizes in bytes.
 struct State {
   const uint8_t* base;
   int64_t block_stride;
   int64_t group;        // row of StatesArgs::metadata
-  int64_t window;       // columns that a convolution reads; 0: a temporal state
-  int64_t num_columns;  // of the buffer of a convolution
+  int64_t window;       // columns that a convolution reads; 0: another kind
+  int64_t ratio;        // tokens of a group; 0: no ring
+  int64_t num_columns;  // of the buffer of a convolution; rows of a ring
   int64_t column_stride;
   int64_t word_bytes;  // 2, 4 or 8
   int64_t in_group;    // its number in the group
@@ -51,12 +57,16 @@ struct State {
   int64_t same_parts;
   int64_t offsets[kSampleWords];
 
-  NWOR_HOST_DEVICE bool is_temporal() const { return window == 0; }
+  NWOR_HOST_DEVICE bool is_ring() const { return ratio != 0; }
+  NWOR_HOST_DEVICE bool is_temporal() const { return window == 0 && !is_ring(); }
+  NWOR_HOST_DEVICE bool is_like(const State& other) const {
+    return is_temporal() == other.is_temporal() && is_ring() == other.is_ring();
+  }
 };
 constexpr int64_t kStateColumns = sizeof(State) / sizeof(int64_t);
 
 // What a request in the batch has written. A row of `state_seats`, int64
-// [num_seats, 25].
+// [num_seats, 28].
 struct StateSeat {
   int64_t generation;    // 0: nothing
   int64_t length;        // tokens that are in the state which it reads next
@@ -69,8 +79,13 @@ struct StateSeat {
   int64_t num_buffered;
   int64_t first_read;
   int32_t buffered[kMaxBuffer];
+  // Of rings: the first position whose row is known, and behind the last one that was
+  // ever written, drafts included, with its step.
+  int64_t first_row;
+  int64_t end_row;
+  int64_t end_step;
 };
-static_assert(sizeof(StateSeat) == 200, "a StateSeat is a row of state_seats");
+static_assert(sizeof(StateSeat) == 224, "a StateSeat is a row of state_seats");
 
 // What a block's states were when they were last recorded. A row of `state_records`,
 // int64 [num_state_blocks, 3].
@@ -92,8 +107,9 @@ struct StateBlocks {
 };
 
 // Where the kernels of a step find a group's states: vLLM's own metadata, device
-// memory. Batch rows are windows (they keep a state for each token) or not. A row of
-// `metadata`, int64 [num_groups, 10].
+// memory. Batch rows are windows (they keep a state for each token) or not. Of rings
+// there are `blocks` alone: the group's block table. A row of `metadata`, int64
+// [num_groups, 10].
 struct StateMetadata {
   const uint8_t* is_window;      // [num_reqs] bool; nullptr: the first rows are windows
   int64_t num_windows;           // so many, without is_window
@@ -113,7 +129,8 @@ struct StateTables {
   const State* states;
   StateSeat* state_seats;
   uint64_t* wanted;   // [num_seats, num_states]: of the sample that is read next
-  uint64_t* columns;  // [num_seats, num_states, max_columns]: of those written last
+  uint64_t* columns;  // [num_seats, num_states, num_kept]: of those written last; of a
+                      // ring: of the open group's rows, position p at p % ratio
   uint64_t* scratch;  // [num_seats, num_states, num_scratch], by batch row: from before
   int32_t* last_tokens;  // [num_groups, num_blocks]: the last one that a block's
                          // temporal states have, or see above
@@ -122,8 +139,10 @@ struct StateTables {
   uint64_t* boundaries;  // [num_state_blocks, max_in_group]: samples of the records
   int64_t num_states;
   int64_t num_groups;
-  int64_t max_columns;  // 1 + K
-  int64_t conv_window;  // State::window of the convolutions
+  int64_t num_recurrent;  // of the groups: the first ones; the others are rings
+  int64_t max_columns;    // 1 + K
+  int64_t num_kept;       // as many, or the largest ratio
+  int64_t conv_window;    // State::window of the convolutions
   int64_t num_scratch;
   int64_t num_state_blocks;
   int64_t max_in_group;     // states of a group
@@ -134,7 +153,7 @@ struct StateTables {
     return scratch + (row * num_states + state) * num_scratch;
   }
   NWOR_HOST_DEVICE uint64_t* columns_of(int64_t seat, int64_t state) const {
-    return columns + (seat * num_states + state) * max_columns;
+    return columns + (seat * num_states + state) * num_kept;
   }
   NWOR_HOST_DEVICE uint64_t& boundary_of(int64_t block, int64_t state) const {
     return boundaries[block * max_in_group + states[state].in_group];

@@ -123,6 +123,7 @@ struct Verdict {
   int64_t length;
   int64_t step;
   int64_t boundary = 0;  // of the request's block that ends there; 0: of what it reads
+  int64_t position = 0;  // of a ring: whose row is lost
 };
 
 // By a warp: the sample of what is read from the first column of `block`.
@@ -260,8 +261,7 @@ struct StatesPass : StatesArgs {
       int64_t number = 0;
       bool is_first = true;
       for (int64_t s = 0; s < num_states; ++s) {
-        if (verdicts[s].kind == of.kind &&
-            states[s].is_temporal() == states[first].is_temporal()) {
+        if (verdicts[s].kind == of.kind && states[s].is_like(states[first])) {
           ++number;
           is_first = is_first && s >= first;
         }
@@ -280,8 +280,12 @@ struct StatesPass : StatesArgs {
       const int64_t column = states[first].is_temporal() ? place.offset : 0;
       const int64_t known = block_of(metadata[g], place, column);
       const int64_t block = known < 0 ? 0 : known;
-      report(*this, {step, of.kind, owner, position, block | place.offset << 40, first,
-                     number, of.generation, of.step, expected_length, of.length});
+      const bool is_ring = states[first].is_ring();
+      const int64_t at =
+          is_ring ? of.position % states[first].num_columns : place.offset;
+      report(*this, {step, of.kind, owner, is_ring ? of.position : position,
+                     block | at << 40, first, number, of.generation, of.step,
+                     is_ring ? of.position : expected_length, of.length});
     }
   }
 };
@@ -324,7 +328,7 @@ struct ReadStates : StatesPass {
   // vLLM may have copied the state that is read to its block.
   NWOR_RULE void set_last_tokens(const Rows& rows, const Place* places,
                                  int64_t start) const {
-    for (int64_t g = 0; g < num_groups; ++g) {
+    for (int64_t g = 0; g < num_recurrent; ++g) {
       const int64_t block =
           places[g].has_state ? block_of(metadata[g], places[g], places[g].offset) : -1;
       if (block >= 0) {
@@ -342,6 +346,9 @@ struct ReadStates : StatesPass {
   NWOR_RULE Verdict judge(Team& team, const Rows& rows, int64_t s, const Place& place,
                           int64_t start) const {
     const State& state = states[s];
+    if (state.is_ring()) {
+      return judge_ring(team, rows, s, place, start);
+    }
     const StateMetadata& of = metadata[state.group];
     uint64_t* const kept = scratch_of(rows.request, s);
     const int64_t block = block_of(of, place, state.is_temporal() ? place.offset : 0);
@@ -440,6 +447,40 @@ struct ReadStates : StatesPass {
     return {kStateNotWritten, generation, -1, seat.step, seat.boundary};
   }
 
+  // By a warp: compares the rows of earlier steps that this one reads. It reads them
+  // only if it has the group's last token.
+  template <typename Team>
+  NWOR_RULE Verdict judge_ring(Team& team, const Rows& rows, int64_t s,
+                               const Place& place, int64_t start) const {
+    const State& state = states[s];
+    const int64_t first = start - start % state.ratio;
+    const int64_t end = start + rows.end - rows.begin;
+    const int64_t block = block_of(metadata[state.group], place, 0);
+    if (first == start || end < first + state.ratio || block < 0) {
+      return {-1, 0, 0, 0};
+    }
+    const StateSeat& seat = state_seats[rows.seat];
+    const bool is_known = seat.generation == seats[rows.seat].generation &&
+                          seat.length == start && seat.first_row <= first;
+    if (team.lane() == 0) {
+      count(totals[is_known ? 0 : 1]);
+    }
+    for (int64_t p = first; is_known && p < start; ++p) {
+      const int64_t row = p % state.num_columns;
+      if (sample_of(team, state, block, row).whole() !=
+          columns_of(rows.seat, s)[p % state.ratio]) {
+        // The request's own last write to the row, if that was for another position.
+        const int64_t last =
+            seat.end_row - 1 - (seat.end_row - 1 - p) % state.num_columns;
+        if (last > p) {
+          return {kRingOverwritten, seat.generation, last, seat.end_step, 0, p};
+        }
+        return {kRingOverwritten, 0, -1, 0, 0, p};
+      }
+    }
+    return {-1, 0, 0, 0};
+  }
+
   // By a warp: who wrote a state with this sample.
   template <typename Team>
   NWOR_RULE Verdict whose(Team& team, int64_t own, int64_t s, uint64_t found) const {
@@ -491,6 +532,13 @@ struct WrittenStates : StatesPass {
       const int64_t start = plan[rows.begin].position;
       uint64_t num_found = 0;
       for (int64_t s = team.warp(); s < num_states; s += team.num_warps()) {
+        if (states[s].is_ring()) {
+          record_ring(team, rows, s, places[states[s].group], num_kept);
+          if (team.lane() == 0) {
+            verdicts[s].kind = -1;
+          }
+          continue;
+        }
         const bool is = record(team, rows, s, places[states[s].group], num_kept);
         if (team.lane() == 0) {
           const Seat& seat = seats[rows.seat];
@@ -581,6 +629,26 @@ struct WrittenStates : StatesPass {
     return is_same;
   }
 
+  // By a warp: the rows that the step adds to the open group.
+  template <typename Team>
+  NWOR_RULE void record_ring(Team& team, const Rows& rows, int64_t s,
+                             const Place& place, int64_t num_kept) const {
+    const State& state = states[s];
+    const int64_t start = plan[rows.begin].position;
+    const int64_t end = start + rows.end - rows.begin, length = start + num_kept;
+    const int64_t block = block_of(metadata[state.group], place, 0);
+    const int64_t first = length - length % state.ratio;
+    for (int64_t p = first < start ? start : first; block >= 0 && p < length; ++p) {
+      const uint64_t sample =
+          sample_of(team, state, block, p % state.num_columns).whole();
+      if (team.lane() == 0) {
+        // A draft of the same step may have the row by now: then nothing is right.
+        columns_of(rows.seat, s)[p % state.ratio] =
+            p + state.num_columns < end ? ~sample : sample;
+      }
+    }
+  }
+
   // By a warp: whether a temporal state is as before a token that is another one.
   template <typename Team>
   NWOR_RULE bool is_unwritten(Team& team, const State& state, int64_t block,
@@ -597,7 +665,7 @@ struct WrittenStates : StatesPass {
   template <typename Team>
   NWOR_RULE void remember_tokens(Team& team, const Rows& rows,
                                  const Place* places) const {
-    for (int64_t i = team.index(); i < num_groups * max_columns; i += team.size()) {
+    for (int64_t i = team.index(); i < num_recurrent * max_columns; i += team.size()) {
       const int64_t g = i / max_columns, c = i % max_columns;
       const int64_t row = places[g].is_window ? rows.begin + c : rows.end - 1;
       const bool is_there = row < rows.end && (places[g].is_window || c == 0);
@@ -615,13 +683,13 @@ struct WrittenStates : StatesPass {
     StateSeat& seat = state_seats[rows.seat];
     const bool is_known =
         seat.generation == seats[rows.seat].generation && seat.length == start;
-    for (int64_t g = 0; g < num_groups; ++g) {
+    for (int64_t g = 0; g < num_recurrent; ++g) {
       if (!is_known && start > 0) {
         adopt_boundary(rows, g, start);
       }
       remember_boundary(rows, g, places[g], num_kept);
     }
-    const bool is_window = num_groups > 0 && places[0].is_window;
+    const bool is_window = num_recurrent > 0 && places[0].is_window;
     // The last `width` inputs before the step, then those of the step.
     const int64_t width = conv_window;
     int32_t inputs[2 * kMaxBuffer];
@@ -641,6 +709,13 @@ struct WrittenStates : StatesPass {
     }
     seat.num_buffered = num_left;
     seat.first_read = is_window ? num_kept - 1 : 0;
+    if (!is_known) {
+      seat.first_row = start;
+    }
+    if (!is_known || seat.end_row < start + q) {
+      seat.end_row = start + q;
+      seat.end_step = step;
+    }
     seat.generation = seats[rows.seat].generation;
     seat.length = start + num_kept;
     seat.first_length = is_window ? start + 1 : start + q;

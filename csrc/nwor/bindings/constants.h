@@ -100,7 +100,8 @@ inline bool add_constants(PyObject* module) {
                                        {"state_not_written", kStateNotWritten},
                                        {"no_state_yet", kNoStateYet},
                                        {"state_lost", kStateLost},
-                                       {"state_ahead", kStateAhead}}) &&
+                                       {"state_ahead", kStateAhead},
+                                       {"ring_overwritten", kRingOverwritten}}) &&
          add_dict<3>(module, "LOADS",
                      {{"NONE", kNoLoads},
                       {"KNOWN", kKnownLoads},

@@ -86,6 +86,7 @@ FINDINGS = {
     "no_state_yet": "a request reads a recurrent state before it has one",
     "state_lost": "a request goes on without its recurrent state",
     "state_ahead": "a recurrent state includes drafts that were rejected",
+    "ring_overwritten": "a row of a ring is read that is not the accepted token's",
     STALE: "a block in a request's table was computed by other weights",
 }
 # In addition to findings; names as in a payload, prefixed with vllm:nwor_audit_.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..layout.caches import (
     RunnerCaches,
     RunnerLimits,
 )
-from ..layout.states import StatesRefused
+from ..layout.states import StatesRefused, ring_shortage
 from ..layout.tables import DeviceMemory, LayerCache
 from .observer import NAME, RunnerAudit
 from .state import Audit
@@ -62,14 +63,19 @@ def reserved_bytes(expected: ExpectedCaches, config: NworConfig) -> int:
             max_blocks = -(-limits.max_model_len // size) + 64
             shape = GroupShape(0, size, size, num_blocks, max_blocks, 0, num_stored)
             total += num_bytes(shape, len(group), *_sizes(limits, config))
-    if shapes := [shape for layer in layers for shape in layer.states]:
-        in_groups = [sum(len(one.states) for one in of) for of in groups.values()]
+    shapes = [shape for layer in layers for shape in layer.states]
+    max_ratio = max((layer.ratio for layer in layers), default=0)
+    if shapes or max_ratio:
+        in_groups = [
+            sum(len(one.states) + bool(one.ratio) for one in of)
+            for of in groups.values()
+        ]
         # A convolution has more channels than columns.
         num_columns = max((min(s) for s in shapes if len(s) == 2), default=0)
-        of_states = len(shapes), sum(map(bool, in_groups)), num_columns
+        of_states = sum(in_groups), sum(map(bool, in_groups)), num_columns
         of_runner = limits.num_rows, num_blocks, limits.num_drafts
         num_records = num_blocks if any(one.is_cached for one in layers) else 0
-        of_cache = num_records, max(in_groups)
+        of_cache = num_records, max(in_groups), max_ratio
         total += StateSizes(*of_states, *of_runner, *of_cache).num_bytes()
     return total
 
@@ -156,6 +162,9 @@ def _build(
         of_states = _of_states(caches, None, "no group with slots is audited")
         return "; ".join([*of_groups, *of_states])
     followed = [group for group in caches.states if group.states]
+    for of in followed:
+        if shortage := ring_shortage(of, limits.num_drafts):
+            logger.warning("NWOR audit: group %d: %s", of.group_id, shortage)
     sizes = _sizes(limits, config)
     block_sizes = [group.block_size for group in caches.groups]
     budget = min(config.audit_mib, 1 << 30) << 20  # a number of blocks is int64
@@ -168,9 +177,9 @@ def _build(
         about = budget, sizes[0], block_sizes, memory, limits.loads
         states = None
         if followed:
-            of = sizes[0], caches.num_blocks, limits.num_drafts, memory
+            of_runner = sizes[0], caches.num_blocks, limits.num_drafts, memory
             try:
-                states = States(followed, *of)
+                states = States(followed, *of_runner)
             except StatesRefused as refused:
                 reason = str(refused)
         return Audit(groups, *about, limits.is_async, caches.adapters, states)
@@ -199,19 +208,21 @@ def _build(
 
 
 def _of_states(caches: RunnerCaches, states: States | None, reason: str) -> list[str]:
-    """What is followed of each group with recurrent state, and what it costs. reason:
-    why nothing is, without states."""
-    found = []
+    """What is followed of each group with recurrent state or rings, and what it costs.
+    reason: why nothing is, without states."""
+    found, numbers = [], Counter[str]()
     for group in caches.states:
-        about = f"recurrent states off ({group.refusal or reason})"
+        about = f"{group.what} off ({group.refusal or reason})"
         if states is not None and group.states:
-            about = f"{len(group.states)} recurrent states ({group.backend})"
+            about = group.about()
+            numbers[group.what] += len(group.states)
         found.append(f"group {group.group_id}: {about}")
     if states is not None:
         taken, read = states.num_bytes / 2**20, states.step_bytes / 2**20
+        all_of_them = " and ".join(f"{n} {what}" for what, n in numbers.items())
         found.append(
-            f"{len(states.layers)} recurrent states: {taken:.2f} MiB, 2 launches a "
-            f"step, {read:.2f} MiB read in a step of {caches.limits.num_rows} requests"
+            f"{all_of_them}: {taken:.2f} MiB, 2 launches a step, {read:.2f} MiB read "
+            f"in a step of {caches.limits.num_rows} requests"
         )
     return found
 

@@ -36,7 +36,7 @@ logger = logging.getLogger("vllm.v1.nwor")
 Slot = tuple[Sequence[torch.Tensor], torch.cuda.Event | None]
 
 CLASSES = tuple(FINDINGS)
-OF_STATES = CLASSES[CLASSES.index("stale_state") : CLASSES.index("state_ahead") + 1]
+OF_STATES = CLASSES[CLASSES.index("stale_state") : -1]
 shared("FINDING_CLASSES", [kind for kind in CLASSES if kind != STALE])
 
 
@@ -83,7 +83,7 @@ class Finding:
 
     state, column: only of recurrent states: temporal or conv, and the column that was
     read or written, in `block`, which has no slots. expected, found: how many tokens
-    are in the state.
+    are in the state. Of a ring: its row; positions of the tokens that have it.
     """
 
     kind: str

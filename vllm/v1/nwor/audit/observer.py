@@ -80,7 +80,9 @@ class RunnerAudit(Observer):
             storage=storage,
             step_started=self._step_started,
             tables_final=self._tables_final,
-            metadata_final=self._metadata_final if audit.states else None,
+            metadata_final=self._metadata_final
+            if audit.states and not audit.states.has_rings_alone
+            else None,
             sampled=self._sampled,
             output_ready=self._output_ready,
             caches_lost=self._caches_lost,
@@ -124,13 +126,15 @@ class RunnerAudit(Observer):
     @guarded
     def _tables_final(self, step: Step) -> None:
         self.audit.plan(step, self._text_of)
+        if self.audit.states and self.audit.states.has_rings_alone:
+            self._metadata_final(step, {})
 
     @guarded
     def _metadata_final(self, step: Step, metadata: Any) -> None:
         if not self.audit.is_open or self._read_states is None:
             return
         try:
-            found = self._read_states(metadata)
+            found = self._read_states(metadata, step.block_tables)
         except StatesRefused as refused:
             self._read_states = None
             logger.warning("NWOR audit: recurrent states: off: %s", refused)

@@ -302,10 +302,10 @@ def single_state(bench: StateBench) -> Sequence[int]:
     read = bench.observer._read_states
     blocks: list[int] = []
 
-    def as_plain(metadata: Any) -> Any:
-        rows, kept = read(metadata)
-        rows[:, 4:6] = rows[:, 1:3]
-        rows[:, :4] = 0
+    def as_plain(metadata: Any, block_tables: Any) -> Any:
+        rows, kept = read(metadata, block_tables)
+        rows[:, 5:7] = rows[:, 2:4]
+        rows[:, :5] = 0
         blocks.extend(
             int(metadata[name].spec_state_indices_tensor[bench.row("one"), 0])
             for name in bench.names

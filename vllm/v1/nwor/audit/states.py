@@ -23,8 +23,8 @@ SECTOR_BYTES = 32
 
 def word_offsets(state: StateCache) -> tuple[int, list[int]]:
     """Bytes of a word, and where the words of a sample are, in bytes: in a block or, of
-    a convolution, in a column of it. Raises StatesRefused."""
-    tensor, number = state.tensor, ops.SAMPLE_WORDS
+    a convolution, in a column of it, of a ring, in a row. Raises StatesRefused."""
+    tensor, number, is_ring = state.tensor, ops.SAMPLE_WORDS, bool(state.ratio)
     size, strides = tensor.element_size(), strides_of(tensor)
     refused = StatesRefused(
         f"the {state.kind} state of {state.name} has shape {tuple(tensor.shape)} and "
@@ -50,6 +50,8 @@ def word_offsets(state: StateCache) -> tuple[int, list[int]]:
         # Spread over heads, rows and columns.
         head = part * num_heads // ops.SAMPLE_PARTS
         row, sector = (part * 37 + 11) % num_rows, (part * 5 + 1) % num_sectors
+        if is_ring:
+            row = 0
         first = head * strides[1] + row * strides[2] + sector * SECTOR_BYTES
         offsets += range(first, first + SECTOR_BYTES, 8)
     return 8, offsets
@@ -64,18 +66,29 @@ def row_of(state: StateCache, group: int, in_group: int) -> tuple[int, ...]:
     """State of states.h. group: row of its metadata. Raises StatesRefused."""
     tensor, strides = state.tensor, strides_of(state.tensor)
     word_bytes, offsets = word_offsets(state)
-    is_conv = state.kind is StateKind.CONV
-    of_buffer = (tensor.shape[1], strides[1]) if is_conv else (0, 0)
-    place = tensor.data_ptr(), strides[0], group, state.window
+    axis = {StateKind.CONV: 1, StateKind.RING: 2}.get(state.kind)
+    of_columns = (0, 0) if axis is None else (tensor.shape[axis], strides[axis])
+    place = tensor.data_ptr(), strides[0], group, state.window, state.ratio
     # What a token adds may be too little for the bits of a narrow number.
     can_rest = state.can_rest or tensor.element_size() < 4
     of_sample = word_bytes, in_group, ops.SAMPLE_PARTS if can_rest else 1
-    return *place, *of_buffer, *of_sample, *offsets
+    return *place, *of_columns, *of_sample, *offsets
+
+
+def _samples_of_a_step(state: StateCache, max_columns: int) -> int:
+    """The most that a step reads, before the forward and after it."""
+    if state.kind is StateKind.CONV:
+        return 2 * state.tensor.shape[1]
+    if state.kind is StateKind.RING:
+        num_open = state.ratio - 1
+        return num_open + min(num_open, max_columns)
+    return 1 + 2 * max_columns
 
 
 class Sizes(NamedTuple):
     """Of the tables. num_columns: of the widest buffer of a convolution. num_records:
-    blocks of the prefix cache that have states. max_in_group: states of a group."""
+    blocks of the prefix cache that have states. max_in_group: states of a group.
+    max_ratio: tokens that a ring's layer compresses to one entry."""
 
     num_states: int
     num_groups: int
@@ -85,6 +98,11 @@ class Sizes(NamedTuple):
     num_drafts: int
     num_records: int
     max_in_group: int
+    max_ratio: int = 0
+
+    @property
+    def num_kept(self) -> int:
+        return max(1 + self.num_drafts, self.max_ratio)
 
     @property
     def num_scratch(self) -> int:
@@ -98,7 +116,7 @@ class Sizes(NamedTuple):
             ((self.num_states, ops.STATE_COLUMNS), torch.int64),
             ((self.num_seats, ops.STATE_SEAT_COLUMNS), torch.int64),
             (of_seats, torch.int64),
-            ((*of_seats, 1 + self.num_drafts), torch.int64),
+            ((*of_seats, self.num_kept), torch.int64),
             ((*of_seats, self.num_scratch), torch.int64),
             ((self.num_groups, self.num_blocks), torch.int32),
             ((2,), torch.int64),
@@ -114,16 +132,15 @@ class Sizes(NamedTuple):
 
 
 class States:
-    """The recurrent states of all followed groups.
+    """The recurrent states and rings of all followed groups.
 
     layers: name of the layer, kind and KV-cache group, by the numbers that findings
     have. caches: the tensors. tables: StateTables of states.h, int64, cpu. totals: [2]
     int64, device: samples that were compared, and that were read without being known.
-    last_tokens:
-    [num_groups, num_blocks] int32, device: as in StateTables. records:
+    last_tokens: [num_groups, num_blocks] int32, device: as in StateTables. records:
     [num_blocks, 3] int64, device: StateRecord, of no block if states are not in the
     prefix cache. step_bytes: of states, read in a step whose requests all have the most
-    drafts.
+    drafts. has_rings_alone: nothing is read from vLLM's metadata.
     """
 
     def __init__(
@@ -134,7 +151,7 @@ class States:
         num_drafts: int,
         memory: DeviceMemory,
     ) -> None:
-        """Raises StatesRefused."""
+        """groups: rings are last. Raises StatesRefused."""
         found = [
             (n, group, one) for n, group in enumerate(groups) for one in group.states
         ]
@@ -142,7 +159,8 @@ class States:
         self.layers = [(one.name, str(one.kind), of.group_id) for _, of, one in found]
         self.caches = [one.tensor for *_, one in found]
         windows = {one.window for *_, one in found if one.window} or {0}
-        sizes_of_blocks = {group.block_size for group in groups}
+        recurrent = [group for group in groups if not group.is_ring]
+        sizes_of_blocks = {group.block_size for group in recurrent} or {0}
         num_columns = max(
             (one.tensor.shape[1] for *_, one in found if one.kind is StateKind.CONV),
             default=0,
@@ -157,6 +175,7 @@ class States:
         ):
             if not is_fine:
                 raise StatesRefused(f"there are {what}")
+        assert all(group.is_ring for group in groups[len(recurrent) :])
         rows = torch.tensor(
             [
                 row_of(one, number, in_group)
@@ -168,7 +187,8 @@ class States:
         max_columns = 1 + num_drafts
         num_records = num_blocks if any(sizes_of_blocks) else 0
         of_runner = num_seats, num_blocks, num_drafts, num_records, max_in_group
-        sizes = Sizes(num_states, len(groups), num_columns, *of_runner)
+        max_ratio = max(one.ratio for *_, one in found)
+        sizes = Sizes(num_states, len(groups), num_columns, *of_runner, max_ratio)
         self._tensors = [
             memory.take(size, dtype).zero_() for size, dtype in sizes.shapes()
         ]
@@ -176,20 +196,19 @@ class States:
         self.records, self._boundaries = self._tensors[-2:]
         table.copy_(rows)
         self.last_tokens.fill_(-1)
-        columns = num_states, len(groups), max_columns, *windows, sizes.num_scratch
-        columns = *columns, num_blocks, max_in_group, *sizes_of_blocks
+        numbers = num_states, len(groups), len(recurrent), max_columns, sizes.num_kept
+        of_blocks = num_blocks, max_in_group, *sizes_of_blocks
+        columns = *numbers, *windows, sizes.num_scratch, *of_blocks
         addresses = [tensor.data_ptr() for tensor in self._tensors]
-        of_blocks = [0] * (3 * ops.MAX_STATE_GROUPS)
-        self.tables = torch.tensor([*addresses, *columns, *of_blocks])
-        self._state_blocks = self.tables.numpy()[-len(of_blocks) :]
+        no_tables = [0] * (3 * ops.MAX_STATE_GROUPS)
+        self.tables = torch.tensor([*addresses, *columns, *no_tables])
+        self._state_blocks = self.tables.numpy()[-len(no_tables) :]
         # Before the forward what is read, and before and after it what is written.
-        word_bytes = rows[:, 6]
-        num_samples = [
-            2 * one.tensor.shape[1] if one.window else 1 + 2 * max_columns
-            for *_, one in found
-        ]
+        word_bytes = rows[:, 7]
+        num_samples = [_samples_of_a_step(one, max_columns) for *_, one in found]
         of_a_seat = int((word_bytes * torch.tensor(num_samples)).sum())
         self.step_bytes = num_seats * ops.SAMPLE_WORDS * of_a_seat
+        self.has_rings_alone = not recurrent
 
     @property
     def num_bytes(self) -> int:

@@ -22,6 +22,7 @@ from ..layout.caches import (
     RunnerCaches,
     RunnerLimits,
 )
+from ..layout.states import StateGroup, ring_shortage
 from ..layout.tables import LayerCache
 from . import adapters, connectors, states
 from .engine_core import config_refusal, connectors_in_forward, parallel_refusal
@@ -32,6 +33,7 @@ KEPT_BY_VLLM = (
     "vLLM keeps a copy of this state for each draft, and goes on from that of the last "
     "accepted one"
 )
+KEPT_IN_RING = "vLLM's ring has room for a step's drafts next to the rows that it reads"
 
 
 def limits(runner: Any) -> RunnerLimits:
@@ -92,11 +94,14 @@ def expected(runner: Any) -> ExpectedCaches:
         for name, spec in group.items():
             kind, size, window = _kind(spec)
             is_target = isinstance(spec, kv.AttentionSpec) and name not in draft_names
+            ratio = 0
+            if is_target and states.is_ring(spec):
+                is_target, ratio = False, states.ratio_of(runner, name)
             shapes, is_cached = (), False
             if isinstance(spec, kv.MambaSpec):
                 shapes = tuple(spec.shapes)
                 is_cached = states.MODES.get(spec.mamba_cache_mode, False)
-            about = window, is_target, gid, shapes, is_cached
+            about = window, is_target, gid, shapes, is_cached, ratio
             layers.append(ExpectedLayer(kind, spec.page_size_bytes, size, *about))
     return ExpectedCaches(limits(runner), layers, available or None, num_blocks)
 
@@ -128,13 +133,14 @@ def bound(runner: Any) -> RunnerCaches:
     """Once the KV caches are bound."""
     config, parallel = runner.kv_cache_config, runner.vllm_config.parallel_config
     reserved = getattr(config, "nwor_shadow", {})
+    of_states = states.groups_of(runner)
+    rings = {group.group_id: group for group in of_states if group.is_ring}
     groups = [
-        _group(runner, gid, group, layers)
+        _group(runner, gid, group, layers, rings.get(gid))
         for gid, (group, layers) in enumerate(
             zip(config.kv_cache_groups, target_layers(runner), strict=True)
         )
     ]
-    of_states = states.groups_of(runner)
     return RunnerCaches(
         limits=limits(runner),
         groups=groups,
@@ -156,10 +162,18 @@ def bound(runner: Any) -> RunnerCaches:
 
 
 def _group(
-    runner: Any, gid: int, group: Any, layers: list[LayerCache] | str
+    runner: Any,
+    gid: int,
+    group: Any,
+    layers: list[LayerCache] | str,
+    ring: StateGroup | None,
 ) -> GroupCaches:
     spec = group.kv_cache_spec
     refusal, layers = (layers, []) if isinstance(layers, str) else ("", layers)
+    kept_by_vllm = KEPT_BY_VLLM if _has_state_of_each_draft(runner, group) else ""
+    if ring is not None:
+        shortage = ring_shortage(ring, limits(runner).num_drafts)
+        refusal, kept_by_vllm = shortage or refusal, "" if shortage else KEPT_IN_RING
     try:
         staged = staged_group(runner, gid, group, layers)
     except Exception as error:
@@ -171,6 +185,9 @@ def _group(
         window = getattr(spec, "sliding_window", None) or 0
         if getattr(spec, "attention_chunk_size", None):
             window = 1  # only the last block is sure to be kept
+    size = spec.block_size
+    if states.is_ring(spec):  # a request has one block
+        size = runner.vllm_config.model_config.max_model_len
     tokens = num_entries = 0
     if layers:  # a group without any may have no block table
         if is_v2(runner):
@@ -182,9 +199,9 @@ def _group(
         group_id=gid,
         layers=layers,
         refusal=refusal,
-        kept_by_vllm=KEPT_BY_VLLM if _has_state_of_each_draft(runner, group) else "",
+        kept_by_vllm=kept_by_vllm,
         staged=staged,
-        block_size=spec.block_size,
+        block_size=size,
         entry_tokens=tokens,
         num_entries=num_entries,
         window=window,

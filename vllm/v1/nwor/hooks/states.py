@@ -5,12 +5,15 @@ and write, as their own metadata says.
 KINDS has the layers that are followed. With mamba_cache_mode "align" a block of the
 prefix cache holds the states of a text that ends where it ends; the metadata names the
 blocks to which vLLM has copied them by then.
+
+Rings of the target are followed, too, whose layers say how many tokens they compress to
+one entry. The block of a request's ring is the one entry of its block table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -21,14 +24,21 @@ from vllm.v1 import kv_cache_interface as kv
 from ..base.errors import error_text
 from ..base.wrap import Wrapped, install_all
 from ..layout.states import StateCache, StateGroup, StateKind, StatesRefused
+from .layers import draft_layer_names, entry_tokens
 from .ledger import STATE_METADATA
 
 # mamba_cache_mode of states that are followed, and whether the prefix cache has them.
 MODES = {"none": False, "align": True}
 # Of StateMetadata of csrc/nwor/audit/states.h.
 NUM_COLUMNS = 10
+# Of these, the ones that a block table has.
+TABLE_COLUMNS = slice(5, 7)
 # The module of a layer whose weight has the width of its convolution.
 CONVOLUTIONS = ("conv1d", "conv", "q_conv1d")
+# Specs of rings: none in 0.26, KpoolTailSpec in 0.30 and 0.31 only.
+RINGS = ("CircularBufferSpec", "KpoolTailSpec")
+# Attributes of layers with a ring: how many tokens they compress to one entry.
+RATIOS = ("compress_ratio", "_index_kpool")
 
 
 def install(module: ModuleType) -> None:
@@ -54,17 +64,29 @@ def _prepare_attn(wrapped: Wrapped, model_state: Any, args: Any, kwargs: Any) ->
 
 
 def groups_of(runner: Any) -> list[StateGroup]:
-    """One for each KV-cache group with recurrent state. The caches have been bound.
-    Raises nothing."""
-    found = []
+    """One for each KV-cache group with recurrent state or rings, these last. The caches
+    have been bound. Raises nothing."""
+    recurrent, rings = [], []
     for gid, group in enumerate(runner.kv_cache_config.kv_cache_groups):
-        if isinstance(group.kv_cache_spec, kv.MambaSpec):
+        of_rings = is_ring(group.kv_cache_spec)
+        if of_rings or isinstance(group.kv_cache_spec, kv.MambaSpec):
             try:
-                found.append(_group(runner, gid, group))
+                found = (_rings if of_rings else _group)(runner, gid, group)
             except Exception as error:
                 reason = f"its states could not be examined: {error_text(error)}"
-                found.append(StateGroup(gid, (), reason))
-    return found
+                found = StateGroup(gid, (), reason)
+            if of_rings:
+                rings.append(replace(found, what="rings"))
+            else:
+                recurrent.append(found)
+    return [*recurrent, *rings]
+
+
+def is_ring(spec: Any) -> bool:
+    """spec: of a KV-cache group."""
+    if isinstance(spec, kv.UniformTypeKVCacheSpecs):
+        spec = next(iter(spec.kv_cache_specs.values()))
+    return type(spec).__name__ in RINGS
 
 
 def _group(runner: Any, gid: int, group: Any) -> StateGroup:
@@ -133,19 +155,73 @@ def _states_of(name: str, layer: Any, kind: Kind, spec: Any) -> list[StateCache]
     return states
 
 
+def _rings(runner: Any, gid: int, group: Any) -> StateGroup:
+    drafters = draft_layer_names(runner)
+    rings: list[StateCache] = []
+    for name in group.layer_names:
+        if name in drafters:
+            continue
+        spec = group.kv_cache_spec
+        if isinstance(spec, kv.UniformTypeKVCacheSpecs):
+            spec = spec.kv_cache_specs[name]
+        layer = runner.compilation_config.static_forward_context[name]
+        if not (ratio := ratio_of(runner, name)):
+            kind = type(layer).__name__
+            reason = "does not say how many tokens it compresses to one entry"
+            return StateGroup(gid, (), f"layer {name} has a ring; {kind} {reason}")
+        if entry_tokens(runner, gid) != spec.block_size:
+            reason = f"layer {name} has a ring, and its block is split in the table"
+            return StateGroup(gid, (), reason)
+        # A layer may have another number of rows than the spec.
+        rows = getattr(layer, "capacity", spec.block_size)
+        view = _rows_of(layer.kv_cache, rows)
+        rings.append(StateCache(name, StateKind.RING, view, ratio=ratio))
+    reason = "" if rings else "all its rings are the drafter's"
+    return StateGroup(gid, rings, reason)
+
+
+def ratio_of(runner: Any, name: str) -> int:
+    """Tokens that a layer with a ring compresses to one entry; 0: it does not say."""
+    layer = runner.compilation_config.static_forward_context[name]
+    for name in RATIOS:
+        if ratio := getattr(layer, name, 0):
+            return int(ratio)
+    # As ring_shortage has it.
+    config = runner.vllm_config.speculative_config
+    num_drafts = 0 if config is None else config.num_speculative_tokens
+    required = getattr(layer, "required_rows", None)
+    return 0 if required is None else int(required) + 1 - num_drafts
+
+
+def _rows_of(cache: torch.Tensor, rows: int) -> torch.Tensor:
+    """[num_blocks, num_heads, rows, width], a view of a bound ring. Raises RuntimeError
+    if there is none."""
+    if cache.ndim == 3 and cache.shape[1] == rows:  # DeepSeek V4.1
+        return cache.unsqueeze(1)
+    if cache.ndim == 4 and cache.shape[2] == rows:  # GLM-5: keys, gates
+        return cache
+    if cache.ndim == 4 and cache.shape[1] == rows:  # QSA
+        return cache.transpose(1, 2)
+    return cache.view(cache.shape[0], 1, rows, -1)  # Step 5
+
+
 class StateMetadata:
     """Reads the metadata of the audited groups."""
 
     def __init__(self, groups: Sequence[StateGroup]) -> None:
-        self._groups = [(of.states[0].name, KINDS[of.backend]) for of in groups]
+        self._groups = [
+            (of.states[0].name, KINDS.get(of.backend), of.group_id) for of in groups
+        ]
         self._rows = np.zeros((len(groups), NUM_COLUMNS), dtype=np.int64)
         self._tensor = torch.from_numpy(self._rows)
 
-    def read(self, of_layers: Any) -> tuple[torch.Tensor, Any]:
+    def read(
+        self, of_layers: Any, block_tables: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Any]:
         """StateMetadata of csrc/nwor/audit/states.h for each group, [num_groups, 10]
         int64, cpu, valid until the next call, and what keeps its addresses alive.
 
-        of_layers: vLLM's metadata by layer.
+        of_layers: vLLM's metadata by layer. block_tables: as Step.
 
         Raises:
             StatesRefused: it is of another kind.
@@ -154,14 +230,17 @@ class StateMetadata:
             kind = type(of_layers).__name__
             raise StatesRefused(f"attention metadata is a {kind}, expected a dict")
         found = []
-        for row, (name, of) in enumerate(self._groups):
+        for row, (name, of, group_id) in enumerate(self._groups):
+            if of is None:  # a ring
+                self._rows[row, TABLE_COLUMNS] = _strided(block_tables[group_id])
+                continue
             metadata = of_layers[name]
             if (kind := type(metadata).__name__) != of.metadata:
                 text = f"a layer's metadata is a {kind}, expected {of.metadata}"
                 raise StatesRefused(text)
             self._rows[row] = of.read(metadata)
             found.append(metadata)
-        return self._tensor, found
+        return self._tensor, (found, block_tables)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -67,7 +67,8 @@ class ExpectedLayer:
     kind: of its cache. page_bytes: of a block. window: of sliding-window attention.
     is_target: it has keys and values of the target model. group: its KV-cache group.
     states: shapes of its recurrent states. is_cached: they are found in the prefix
-    cache.
+    cache. ratio: tokens that a layer with a ring compresses to one entry, if it is
+    followed; else 0.
     """
 
     kind: str
@@ -78,6 +79,7 @@ class ExpectedLayer:
     group: int = 0
     states: tuple[tuple[int, ...], ...] = ()
     is_cached: bool = False
+    ratio: int = 0
 
 
 @dataclass(frozen=True)
@@ -130,8 +132,8 @@ class RunnerCaches:
     of the tokens computed before this step, whatever is asked for.
     rank, world_size: of this worker. vllm_version: as vLLM says it. adapters: those
     that the worker loads; None without LoRA.
-    states: recurrent ones. read_states: reads a step's metadata, of the groups that are
-    followed (hooks.states.StateMetadata.read).
+    states: recurrent ones, and rings. read_states: reads a step's metadata, of the
+    groups that are followed (hooks.states.StateMetadata.read).
     """
 
     limits: RunnerLimits
@@ -145,4 +147,6 @@ class RunnerCaches:
     vllm_version: str
     adapters: LoadedAdapters | None = None
     states: Sequence[StateGroup] = ()
-    read_states: Callable[[Any], tuple[torch.Tensor, Any]] | None = None
+    read_states: (
+        Callable[[Any, Sequence[torch.Tensor]], tuple[torch.Tensor, Any]] | None
+    ) = None
