@@ -13,16 +13,13 @@ recurrent states, hits inside a block.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm.forward_context import get_forward_context
-from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker import mamba_utils
 
 from tests.helpers.aligned import Copies
@@ -37,7 +34,6 @@ from tests.helpers.hybrid import (
     start,
 )
 from tests.helpers.runner_probe import request_name
-from vllm_nwor.hooks.states import groups_of
 from vllm_nwor.step import Transfer
 
 if not hasattr(mamba_utils.MambaSpecDecodeGPUContext, "run_fused_precopy"):
@@ -432,23 +428,3 @@ def test_a_state_from_inside_a_chunk_is_not_known(speculative: Engine) -> None:
     inner = {int(of_group.block_table.gpu[0, 1]) for of_group in tables[:3]}
     assert {*(generations == 0).nonzero().flatten().tolist()} == inner
     states.forget_all()
-
-
-def test_states_of_each_block_are_refused() -> None:
-    spec = MambaSpec(
-        block_size=16,
-        shapes=((3, 4), (1, 2, 2)),
-        dtypes=(torch.float32,) * 2,
-        mamba_cache_mode="all",
-        mamba_type=SimpleNamespace(name="GDN_ATTN"),
-    )
-    group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])
-    config = SimpleNamespace(kv_cache_groups=[group])
-    (found,) = groups_of(SimpleNamespace(kv_cache_config=config))
-    assert not found.states
-    assert found.refusal.startswith("mamba_cache_mode is all, in which kernels write")
-    config.kv_cache_groups[0].kv_cache_spec = dataclasses.replace(
-        spec, mamba_cache_mode="align"
-    )
-    (found,) = groups_of(SimpleNamespace(kv_cache_config=config))
-    assert "could not be examined" in found.refusal

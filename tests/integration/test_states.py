@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from vllm.forward_context import get_forward_context
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, get_forward_context
 
 from tests.helpers import hybrid
 from tests.helpers.drafters import all_wrong, mixture, mixture_of_four, no_drafts
@@ -305,6 +306,27 @@ def test_a_prompt_that_is_not_written_is_named(
     assert len(prompts) > 1
     whats = {(one.kind, one.state, one.layer, one.step) for one in findings}
     assert whats == {("state_not_written", "temporal", LAYERS[1], steps[0])}
+
+
+def test_prompts_in_a_graph_of_decodes_are_named(
+    engine: Engine, mended: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM issue 53051: what a replayed graph would do to prompts. (Here it is not
+    replayed.)"""
+
+    def act(at: int, forward: Any) -> Any:
+        if at == 1:
+            context = get_forward_context()
+            context.cudagraph_runtime_mode = CUDAGraphMode.FULL
+            context.batch_descriptor = BatchDescriptor(num_tokens=8, uniform=True)
+        return forward()
+
+    replace_forward(engine, monkeypatch, act)
+    result = play(engine, no_drafts, {one.name: one.prompt for one in REQUESTS})
+    named = {(one.kind, one.state, request_name(one.owner)) for one in found(engine)}
+    prompts = set(map(request_name, result.steps[0].scheduled))
+    kinds = ("conv", "temporal")
+    assert named == {("state_not_written", k, o) for k in kinds for o in prompts}
 
 
 def test_a_request_that_loses_its_state_is_named(

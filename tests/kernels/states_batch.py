@@ -77,6 +77,7 @@ class Metadata:
     blocks: torch.Tensor
     has_state: torch.Tensor | None
     num_decodes: int
+    only_decodes: bool = False
 
     def upload(self, device: torch.device) -> tuple[list[int], list[Any]]:
         """A row of `metadata`, and what keeps its addresses alive. Rows of blocks are
@@ -91,7 +92,7 @@ class Metadata:
         others = torch.nn.functional.pad(self.blocks[:, None], (0, 2), value=-7)
         windows = address(self.is_window), 0, address(wide), wide.stride(0)
         of_others = address(self.num_accepted), address(others), others.stride(0)
-        have = address(self.has_state), self.num_decodes, 0
+        have = address(self.has_state), self.num_decodes, 0, self.only_decodes
         return [*windows, *of_others, *have], kept
 
 

@@ -206,7 +206,9 @@ class Reference:
             step = self.step
             is_window = False
             for number, (g, state) in enumerate(self.states):
-                is_window, _, blocks = self._blocks(batch, row, g)
+                is_window, index, blocks = self._blocks(batch, row, g)
+                of = batch.metadata[g]
+                is_run = is_window or not of.only_decodes or index < of.num_decodes
                 count = min(q, len(blocks))
                 last = min(num_kept, len(blocks)) - 1 if is_window else 0
                 token = work.tokens[last if is_window else q - 1]
@@ -221,7 +223,7 @@ class Reference:
                     )
                 column, block = last, blocks[last if state.kind is TEMPORAL else 0]
                 writer = request.generation, step
-                if same:
+                if same or not is_run:
                     verdict = Verdict("state_not_written", writer)
                 elif not is_window and num_kept < q:
                     verdict = Verdict("state_ahead", writer, start + q)

@@ -375,6 +375,39 @@ def test_nothing_follows_from_the_same_token_again(device, kind, last):
     assert fields(found) == ["state_not_written"] * is_seen
 
 
+@pytest.mark.parametrize("fill", ["zero_", "normal_"])
+def test_a_new_block_that_is_not_written_is_named_unless_it_is_zero(device, fill):
+    """A head may have nothing to say."""
+    world = World(device, SHAPES["plain"])
+    world.add("a")
+
+    def filled(_: Any) -> None:
+        for _, state in world.flat:
+            getattr(state.tensor, fill)()
+
+    found = world.step(
+        {"a": Work((1, 2))}, filled, skip=lambda *place: place[2] is TEMPORAL
+    )
+    assert fields(found) == ["state_not_written"] * (fill == "normal_")
+
+
+def test_a_graph_of_decodes_runs_no_prompts(device):
+    """vLLM issue 53051, whatever the prompt's states are then."""
+    world = World(device, SHAPES["plain"])
+    for name in ("a", "b", "c"):
+        world.add(name)
+    assert world.step({"a": Work((1, 2, 3)), "b": Work((4,))}) == []
+
+    def replay(metadata: list[Metadata]) -> None:
+        for of in metadata:
+            of.only_decodes = True
+
+    works = {"a": window(5, 6), "b": Work((7,)), "c": Work((8, 9))}
+    found = world.step(works, replay)
+    assert {(one.kind, one.owner) for one in found} == {("state_not_written", "c")}
+    assert {one.state for one in found} == {"conv", "temporal"}
+
+
 @pytest.mark.parametrize("kind", [CONV, TEMPORAL])
 def test_nothing_follows_from_what_is_not_known(device, kind):
     """A request goes on from tokens that the audit has not seen: they may be the same

@@ -241,8 +241,8 @@ def test_rings_and_recurrent_states_are_read_together():
     rows, _ = states.StateMetadata(groups).read({"gdn": metadata}, tables)
 
     assert rows.tolist() == [
-        [0, 0, 0, 0, 0, blocks.data_ptr(), 1, 0, 2, 0],
-        [0, 0, 0, 0, 0, tables[1].data_ptr(), 3, 0, 0, 0],
+        [0, 0, 0, 0, 0, blocks.data_ptr(), 1, 0, 2, 0, 0],
+        [0, 0, 0, 0, 0, tables[1].data_ptr(), 3, 0, 0, 0, 0],
     ]
     memory = DeviceMemory(torch.device("cpu"), None)
     both = [States(of, 4, BLOCKS, NUM_DRAFTS, memory) for of in (groups, groups[1:])]

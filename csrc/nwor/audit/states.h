@@ -109,7 +109,7 @@ struct StateBlocks {
 // Where the kernels of a step find a group's states: vLLM's own metadata, device
 // memory. Batch rows are windows (they keep a state for each token) or not. Of rings
 // there are `blocks` alone: the group's block table. A row of `metadata`, int64
-// [num_groups, 10].
+// [num_groups, 11].
 struct StateMetadata {
   const uint8_t* is_window;      // [num_reqs] bool; nullptr: the first rows are windows
   int64_t num_windows;           // so many, without is_window
@@ -121,6 +121,7 @@ struct StateMetadata {
   const uint8_t* has_state;  // of the other rows: bool; nullptr: all have, or seq_lens
   int64_t num_decodes;       // the first of the other rows, which all have
   const int32_t* seq_lens;   // [num_reqs]: a row has one if it is longer than its query
+  int64_t only_decodes;      // a CUDA graph of decodes is replayed: no prompts are run
 };
 constexpr int64_t kMetadataColumns = sizeof(StateMetadata) / sizeof(int64_t);
 

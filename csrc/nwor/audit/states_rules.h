@@ -146,6 +146,7 @@ struct StatesPass : StatesArgs {
     bool has_state;  // whether the kernels read one
     int64_t offset;  // column that is read
     int64_t index;   // of it among the windows, or among the others
+    bool is_run;     // by the kernels of this step
   };
 
   template <typename Team>
@@ -166,7 +167,7 @@ struct StatesPass : StatesArgs {
       const int64_t num_accepted =
           of.num_accepted == nullptr ? 1 : of.num_accepted[num_windows];
       const bool is_there = num_accepted >= 1 && num_accepted <= max_columns;
-      return {true, is_there, is_there ? num_accepted - 1 : 0, num_windows};
+      return {true, is_there, is_there ? num_accepted - 1 : 0, num_windows, true};
     }
     const int64_t index = r - num_windows;
     bool has = true;
@@ -175,7 +176,7 @@ struct StatesPass : StatesArgs {
     } else if (index >= of.num_decodes && of.seq_lens != nullptr) {
       has = of.seq_lens[r] > rows.end - rows.begin;
     }
-    return {false, has, 0, index};
+    return {false, has, 0, index, !of.only_decodes || index < of.num_decodes};
   }
 
   // A request's place in each group. Returns the team's room for verdicts, one for each
@@ -539,12 +540,13 @@ struct WrittenStates : StatesPass {
           }
           continue;
         }
-        const bool is = record(team, rows, s, places[states[s].group], num_kept);
+        const Place& place = places[states[s].group];
+        const bool is = record(team, rows, s, place, num_kept) || !place.is_run;
         if (team.lane() == 0) {
           const Seat& seat = seats[rows.seat];
           verdicts[s] = {is ? int64_t{kStateNotWritten} : -1, seat.generation, -1,
                          step};
-          if (!is && !places[states[s].group].is_window && num_kept < q) {
+          if (!is && !place.is_window && num_kept < q) {
             verdicts[s] = {kStateAhead, seat.generation, start + q, step};
           }
           num_found += verdicts[s].kind >= 0;

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.v1 import kv_cache_interface as kv
 
 from ..base.errors import error_text
@@ -30,7 +32,7 @@ from .ledger import STATE_METADATA
 # mamba_cache_mode of states that are followed, and whether the prefix cache has them.
 MODES = {"none": False, "align": True}
 # Of StateMetadata of csrc/nwor/audit/states.h.
-NUM_COLUMNS = 10
+NUM_COLUMNS = 11
 # Of these, the ones that a block table has.
 TABLE_COLUMNS = slice(5, 7)
 # The module of a layer whose weight has the width of its convolution.
@@ -218,7 +220,7 @@ class StateMetadata:
     def read(
         self, of_layers: Any, block_tables: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Any]:
-        """StateMetadata of csrc/nwor/audit/states.h for each group, [num_groups, 10]
+        """StateMetadata of csrc/nwor/audit/states.h for each group, [num_groups, 11]
         int64, cpu, valid until the next call, and what keeps its addresses alive.
 
         of_layers: vLLM's metadata by layer. block_tables: as Step.
@@ -229,7 +231,7 @@ class StateMetadata:
         if not isinstance(of_layers, dict):
             kind = type(of_layers).__name__
             raise StatesRefused(f"attention metadata is a {kind}, expected a dict")
-        found = []
+        found, only_decodes = [], _replays_decodes()
         for row, (name, of, group_id) in enumerate(self._groups):
             if of is None:  # a ring
                 self._rows[row, TABLE_COLUMNS] = _strided(block_tables[group_id])
@@ -238,9 +240,24 @@ class StateMetadata:
             if (kind := type(metadata).__name__) != of.metadata:
                 text = f"a layer's metadata is a {kind}, expected {of.metadata}"
                 raise StatesRefused(text)
-            self._rows[row] = of.read(metadata)
+            self._rows[row] = *of.read(metadata), only_decodes
             found.append(metadata)
         return self._tensor, (found, block_tables)
+
+
+def _replays_decodes() -> bool:
+    """Whether the step replays a CUDA graph for decodes of one length. vLLM's V1 runner
+    chooses it by the numbers of tokens alone (vLLM issue 53051). On V2 there is no
+    context yet."""
+    if not is_forward_context_available():
+        return False
+    context = get_forward_context()
+    graph, is_full = context.batch_descriptor, CUDAGraphMode.FULL
+    return (
+        context.cudagraph_runtime_mode == is_full
+        and graph is not None
+        and graph.uniform
+    )
 
 
 def _address(tensor: torch.Tensor | None) -> int:
