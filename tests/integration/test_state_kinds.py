@@ -105,15 +105,10 @@ def test_anothers_block_is_named(
     assert {(one.layer, one.num_layers) for one in findings} == {(engine.layers[1], 1)}
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["conv", "temporal"])
-def test_a_state_that_is_not_written_is_named(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_a_state_that_is_not_written_is_named(engine: Engine) -> None:
     """All requests of the step, in that layer alone."""
-    if number == len(engine.states):
-        pytest.skip("a short convolution has no temporal state")
 
-    def act(at: int, forward: Any) -> Any:
+    def act(number: int, at: int, forward: Any) -> Any:
         if at != AT_STEP:
             return forward()
         metadata, of_layers = of_layer(engine, 1)
@@ -123,13 +118,14 @@ def test_a_state_that_is_not_written_is_named(
         of_layers[number][blocks] = before[blocks]
         return result
 
-    steps = replace_forward(engine, monkeypatch, act)
-    engine.run(REQUESTS)
-    findings = [one for one in found(engine) if one.step == steps[AT_STEP - 1]]
-    assert {one.kind for one in findings} == {"state_not_written"}
-    assert {(one.layer, one.num_layers) for one in findings} == {(engine.layers[1], 1)}
-    assert {one.state for one in findings} == {engine.states[number]}
-    assert len(findings) == len({one.owner for one in findings}) == len(REQUESTS)
+    for number, state in enumerate(engine.states):
+        with pytest.MonkeyPatch.context() as patch:
+            steps = replace_forward(engine, patch, functools.partial(act, number))
+            engine.run(REQUESTS)
+        findings = [one for one in found(engine) if one.step == steps[AT_STEP - 1]]
+        places = {(one.kind, one.state, one.layer, one.num_layers) for one in findings}
+        assert places == {("state_not_written", state, engine.layers[1], 1)}
+        assert len(findings) == len({one.owner for one in findings}) == len(REQUESTS)
 
 
 @pytest.mark.parametrize("is_first", [True, False])
