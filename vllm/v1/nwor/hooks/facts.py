@@ -28,7 +28,18 @@ from .ledger import (
     HookTarget,
     rows_of,
 )
-from .source import Does, DoesAlone, Fact, Has, HasOneOf, Returns, Takes, Tree, mismatch
+from .source import (
+    Does,
+    DoesAlone,
+    DoesIfThere,
+    Fact,
+    Has,
+    HasOneOf,
+    Returns,
+    Takes,
+    Tree,
+    mismatch,
+)
 
 CORE, KV = "vllm.v1.core", "vllm.v1.kv_cache_interface"
 CONFIG, SCHEDULED = "vllm.config", "vllm.v1.core.sched.output"
@@ -252,12 +263,14 @@ FACTS: dict[str, tuple[HookTarget | Fact, ...]] = {
         *rows_of(STATES),
         Has(f"{KV}:MambaSpec", "mamba_type", mamba_cache_mode="str"),
         Has(f"{KV}:KVCacheSpec", block_size="int"),
-        Does(f"{V1}.execute_model", "self._prepare_inputs()",
-             "mamba_utils.preprocess_mamba()", "self._build_attention_metadata()"),
-        Does(f"{V1}.sample_tokens", "self._sample()",
-             "self._update_states_after_model_execute()"),
-        Does(f"{V2}.execute_model", "self.prepare_attn()",
-             "self.model_state.preprocess_state()", "self.model_state.prepare_attn()"),
+        DoesIfThere(f"{V1}.execute_model", "self._prepare_inputs()",
+                    "mamba_utils.preprocess_mamba()",
+                    "self._build_attention_metadata()"),
+        DoesIfThere(f"{V1}.sample_tokens", "self._sample()",
+                    "self._update_states_after_model_execute()"),
+        DoesIfThere(f"{V2}.execute_model", "self.prepare_attn()",
+                    "self.model_state.preprocess_state()",
+                    "self.model_state.prepare_attn()"),
         Has("vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadata",
             "spec_sequence_masks", "spec_state_indices_tensor", "num_accepted_tokens",
             "non_spec_state_indices_tensor", "has_initial_state", num_decodes="int"),

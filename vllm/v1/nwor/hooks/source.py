@@ -204,6 +204,10 @@ class Does(Fact):
             before, position = text, places[0]
 
 
+class DoesIfThere(Does):
+    """The same, where its module exists. It is no package."""
+
+
 class DoesAlone(Does):
     """Its code has this expression, and no other code of the module has it."""
 
@@ -245,6 +249,9 @@ def mismatch(fact: HookTarget | Fact, tree: Tree) -> str | None:
     """None if a fact holds in a source, or a sentence that says what is different."""
     place = fact.place if isinstance(fact, Fact) else f"{fact.module}:{fact.qualname}"
     name, (module, _, qualname) = place.replace(":", "."), place.partition(":")
+    path = f"{module.replace('.', '/')}.py"
+    if isinstance(fact, DoesIfThere) and tree.read(path) is None:
+        return None
     try:
         found = tree.module(module).find(qualname)
         if isinstance(fact, HookTarget):
