@@ -27,6 +27,7 @@ from tests.helpers.drafters import mixture
 from tests.helpers.engine import NUM_DRAFTS, Engine, Request, Result, prompt
 from tests.helpers.hybrid import (
     LAYERS,
+    caches,
     found,
     mend_convolutions,
     on_this_host,
@@ -125,14 +126,20 @@ def passing(
     return plan
 
 
+def long_text(engine: Engine) -> tuple[Request, dict[str, list[int]]]:
+    """A request that passes a block's end, and its text; the prefix cache is empty."""
+    request = Request("long", TEXT[:560], 40)
+    text = {"long": [*request.prompt, *run(engine, [request]).tokens["long"]]}
+    assert engine.llm.reset_prefix_cache()
+    return request, text
+
+
 @pytest.mark.parametrize("num_right", [0, 1, 3])
 def test_boundaries_that_windows_pass_are_silent(
     speculative: Engine, copies: Copies, num_right: int
 ) -> None:
     """They are in the prefix cache, as those of prompts."""
-    request = Request("long", TEXT[:560], 40)
-    text = {"long": [*request.prompt, *run(speculative, [request]).tokens["long"]]}
-    assert speculative.llm.reset_prefix_cache()
+    request, text = long_text(speculative)
     copies.after.clear()
     run(speculative, [request], passing(num_right), text)
     assert copies.after == [(0, 2, 1, num_right)]
@@ -241,11 +248,6 @@ def test_repeating_text_is_silent(engine: Engine, copies: Copies) -> None:
 # --- planted faults -------------------------------------------------------------------
 
 
-def caches(engine: Engine, number: int) -> Any:
-    modules = engine.runner.compilation_config.static_forward_context
-    return modules[LAYERS[number]].kv_cache
-
-
 def cached_blocks(engine: Engine, group: int, length: int) -> list[Any]:
     """vLLM's blocks of that group in the prefix cache, for texts of `length`."""
     pool = engine.core.scheduler.kv_cache_manager.block_pool
@@ -348,9 +350,7 @@ def test_a_boundary_that_is_not_written_is_named(
     speculative: Engine, copies: Copies, num_right: int
 ) -> None:
     """By the request that passed it, one step later, and by one that finds it."""
-    request = Request("long", TEXT[:560], 40)
-    text = {"long": [*request.prompt, *run(speculative, [request]).tokens["long"]]}
-    assert speculative.llm.reset_prefix_cache()
+    request, text = long_text(speculative)
     copies.allows = lambda row, source, to, num_more: to != 1
     run(speculative, [request], passing(num_right), text)
     findings = found(speculative)

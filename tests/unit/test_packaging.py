@@ -118,6 +118,24 @@ def test_the_wheel_runs_where_the_wheels_of_vllm_do(wheel):
     assert set(found["external_libs"]) == {"libtorch.so", "libtorch_cpu.so"}
 
 
+def test_functions_that_moved_in_glibc_2_34_are_linked_as_before(tmp_path):
+    """Those that the CUDA runtime uses: without it, the wheel above has none."""
+    names = ("pthread_create", "sem_post", "dlopen", "dlmopen", "shm_open")
+    source, library = tmp_path / "a.c", tmp_path / "a.so"
+    source.write_text(
+        "".join(f"void {name}(void);\n" for name in names)
+        + f"void *used[] = {{{', '.join(names)}}};\n"
+    )
+    script = ROOT / "cmake" / "nwor" / "older_glibc.py"
+    older = run(sys.executable, script, "g++", tmp_path / "older").split()
+    options = ("-shared", "-fPIC", "-fno-builtin", "-w", "-o", library)
+    run("gcc", *options, source, *older)
+    symbols = run("readelf", "--wide", "--dyn-syms", library)
+    found = dict(re.findall(r" UND (\w+)@GLIBC_2\.(\d+)", symbols))
+    assert {*names} <= {*found}
+    assert all(int(found[name]) < 28 for name in names)
+
+
 def test_the_metadata_is_valid_and_requires_no_build_of_vllm(wheel, sdist):
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
     archive = zipfile.ZipFile(wheel)
