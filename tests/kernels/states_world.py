@@ -201,6 +201,7 @@ class World:
             if self.shape.temporal in NARROW and len(text) > 1:
                 before = self.temporal(layer, text[:-1])
                 same = Bytes("same", layer, text).array(heads, rows) % 5 == 0
+                same &= not same.all()  # a token leaves some rows as they are
                 found = np.where(same[..., None], before, found)
             self._temporal[layer, text] = found
         return found

@@ -39,6 +39,8 @@ SHAPES = {
     "few bits": Shape(temporal=torch.bfloat16, num_heads=3),
     "wide columns": Shape(conv=torch.float32, num_heads=12, num_drafts=5),
     "channels last": Shape(1, 3, 1, 2, 1, is_dim_first=True),
+    # On CUDA more than one thread block takes.
+    "many layers": Shape(num_layers=5, num_drafts=1),
 }
 
 

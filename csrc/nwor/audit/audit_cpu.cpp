@@ -18,7 +18,7 @@ namespace {
 class Solo {
  public:
   // Of a sample of states.
-  static constexpr int64_t kWordsOfLane = kSampleWords;
+  static constexpr int64_t kWordsOfLane = kSampleWords, kPartsOfLane = kSampleParts;
 
   Solo(int64_t number, int64_t count) : number_(number), count_(count) {}
 
@@ -44,6 +44,9 @@ class Solo {
       parts[word / (kSampleWords / kSampleParts)] += of_word(word);
     }
   }
+  int64_t part(int64_t p) const { return p; }
+  uint64_t over_parts(uint64_t value) const { return value; }
+  bool is_last_of(int64_t, int32_t&) const { return true; }
   void sync() const {}
   TeamSum sum(uint64_t value) const { return {value, value}; }
   uint64_t warp_sum(uint64_t value) const { return value; }
@@ -145,6 +148,8 @@ struct Cpu {
     Solo team(0, 1);
     run_slots(pass, pass.places(team).count * pass.block_size);
   }
+
+  int64_t num_parts(int64_t) const { return 1; }
 
   void check(const AuditStep& args) const {
     const int32_t* const starts = args.query_start_loc;

@@ -16,13 +16,17 @@ namespace nwor {
 namespace {
 
 // Threads of a thread block, and how many blocks fit a multiprocessor at least.
-// RecordRows, states: a step has few rows, what counts is how long one takes.
+// RecordRows: a step has few rows, what counts is how long one takes.
 // ScanSlots: the registers of one would not let there be two.
 template <typename Pass>
 constexpr int kThreadsOf =
-    std::is_same_v<Pass, RecordRows> || std::is_base_of_v<StatesPass, Pass> ? 1024
-    : std::is_same_v<Pass, BlockEvents> || std::is_same_v<Pass, Publish> ? kBlockThreads
-                                                                         : 512;
+    std::is_same_v<Pass, RecordRows> ? 1024
+    : std::is_same_v<Pass, BlockEvents> || std::is_same_v<Pass, Publish> ||
+            std::is_base_of_v<StatesPass, Pass>
+        ? kBlockThreads
+        : 512;
+// Of a request, for one thread block: a warp each.
+constexpr int64_t kStatesOfBlock = kBlockThreads / kWarpThreads;
 template <typename Pass>
 constexpr int kBlocksOf = std::is_same_v<Pass, ScanSlots> ? 2 : 1;
 
@@ -30,6 +34,8 @@ constexpr int kMaxLayers = 512;
 // Thread blocks of a launch that walks slots, for each multiprocessor.
 constexpr int kBlocksForSlots = 8;
 constexpr uint32_t kSumUnroll = 8;
+// Of a warp, for a part of a state's sample.
+constexpr int kLanesOfPart = kWarpThreads / kSampleParts;
 
 __device__ int lane_id() {
   return threadIdx.x % kWarpThreads;
@@ -119,6 +125,7 @@ class Block {
  public:
   // Of a sample of states.
   [[maybe_unused]] static constexpr int64_t kWordsOfLane = kSampleWords / kWarpThreads;
+  static constexpr int64_t kPartsOfLane = 1;
 
   __device__ Share share(int64_t count) const { return {blockIdx.x, count, gridDim.x}; }
   __device__ int64_t index() const { return threadIdx.x; }
@@ -134,18 +141,35 @@ class Block {
   __device__ void sync() const { __syncthreads(); }
   __device__ void warp_sync() const { __syncwarp(); }
   template <typename Of>
-  __device__ void sum_parts(uint32_t (&parts)[kSampleParts], const Of& of_word) const {
+  __device__ void sum_parts(uint32_t (&parts)[kPartsOfLane], const Of& of_word) const {
     static_assert(kSampleWords == kWarpThreads, "a lane has a word");
-    constexpr int kWords = kSampleWords / kSampleParts;
-    uint32_t sum = of_word(lane_id());
+    parts[0] = of_word(lane_id());
 #pragma unroll
-    for (int by = 1; by < kWords; by *= 2) {
-      sum += __shfl_xor_sync(kFullWarp, sum, by);
+    for (int by = 1; by < kLanesOfPart; by *= 2) {
+      parts[0] += __shfl_xor_sync(kFullWarp, parts[0], by);
     }
+  }
+  __device__ int64_t part(int64_t) const { return lane_id() / kLanesOfPart; }
+  __device__ uint64_t over_parts(uint64_t value) const {
 #pragma unroll
-    for (int p = 0; p < kSampleParts; ++p) {
-      parts[p] = __shfl_sync(kFullWarp, sum, p * kWords);
+    for (int by = kLanesOfPart; by < kWarpThreads; by *= 2) {
+      value += __shfl_xor_sync(kFullWarp, value, by);
     }
+    return value;
+  }
+  // Whether this is the last of `count` thread blocks that come here, ticket by ticket.
+  // What they wrote before is seen by `load`.
+  __device__ bool is_last_of(int64_t count, int32_t& ticket) const {
+    bool is_last = false;
+    if (threadIdx.x == 0) {
+      __threadfence();
+      is_last = atomicAdd(&ticket, 1) == count - 1;
+      if (is_last) {
+        ticket = 0;
+        __threadfence();
+      }
+    }
+    return of_first(is_last) != 0;
   }
 
   __device__ TeamSum sum(uint64_t value) const {
@@ -268,6 +292,10 @@ struct Gpu {
     const int64_t num_blocks =
         std::min(pass.max_scanned, pass.num_rows() * pass.max_blocks);
     run_slots(pass, num_blocks * pass.block_size);
+  }
+
+  int64_t num_parts(int64_t num_states) const {
+    return (num_states + kStatesOfBlock - 1) / kStatesOfBlock;
   }
 
   void check(const AuditStep& args) const {

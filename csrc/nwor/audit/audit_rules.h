@@ -16,10 +16,14 @@
 //   room(count)          for as many int64, of the team
 //   num_accepted(...)    of window.h
 //   checksums(...)       of a slot in all layers; ends with a sync
+//   is_last_of(n, ticket)  whether n - 1 other teams were here before; `load` sees what
+//                        they wrote
 //
 // and of its warps is_first_warp(), is_last_warp(), lane(), num_lanes(), and for all
 // lanes of one: warp_sum(value), up to this lane; count_lanes(is); first_lane(is), -1
-// if it is none; of_last_lane(value).
+// if it is none; of_last_lane(value). Of a sample of a state: sum_parts(parts,
+// of_word), this lane's of its parts; part(p), which one that is; over_parts(value), of
+// all parts.
 //
 // Threads run concurrently. Data that two of them may touch is updated by atomics: the
 // header, a record's state in plan (of the rows that go to one slot one gets what the
@@ -207,17 +211,26 @@ struct Rows {
   int64_t end;
 };
 
-// Calls visit(rows) for this team's requests.
+// Calls visit(rows, part) for this team's parts of requests, num_parts each.
 template <typename Team, typename Visit>
-NWOR_RULE void each_request(Team& team, const AuditStep& args, const Visit& visit) {
-  for (auto [r, end, stride] = team.share(args.num_reqs); r < end; r += stride) {
+NWOR_RULE void each_part(Team& team, const AuditStep& args, int64_t num_parts,
+                         const Visit& visit) {
+  auto [n, end, stride] = team.share(args.num_reqs * num_parts);
+  for (; n < end; n += stride) {
+    const int64_t r = n / num_parts;
     const Rows rows{r, args.row_seats.at(r), args.query_start_loc[r],
                     args.query_start_loc[r + 1]};
     if (rows.seat >= 0 && rows.seat < args.num_seats && rows.begin >= 0 &&
         rows.begin <= rows.end && rows.end <= args.num_tokens) {
-      visit(rows);
+      visit(rows, n % num_parts);
     }
   }
+}
+
+// Calls visit(rows) for this team's requests.
+template <typename Team, typename Visit>
+NWOR_RULE void each_request(Team& team, const AuditStep& args, const Visit& visit) {
+  each_part(team, args, 1, [&](const Rows& rows, int64_t) { visit(rows); });
 }
 
 // How many of a request's rows are kept, of a pass with cu_num_logits and acceptance.

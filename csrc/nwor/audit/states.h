@@ -98,6 +98,17 @@ struct StateRecord {
 };
 static_assert(sizeof(StateRecord) == 24, "a StateRecord is a row of state_records");
 
+// What is found out about one state of a request in a step. A row of `verdicts`, int64
+// [num_seats, num_states, 6].
+struct Verdict {
+  int64_t kind;  // FindingClass, -1: nothing
+  int64_t generation;
+  int64_t length;
+  int64_t step;
+  int64_t boundary = 0;  // of the request's block that ends there; 0: of what it reads
+  int64_t position = 0;  // of a ring: whose row is lost
+};
+
 // A group's block table, as AuditStep has that of an attention group; an entry is a
 // block.
 struct StateBlocks {
@@ -138,6 +149,8 @@ struct StateTables {
   int64_t* totals;       // [2]: samples compared; read, but not known
   StateRecord* state_records;
   uint64_t* boundaries;  // [num_state_blocks, max_in_group]: samples of the records
+  Verdict* verdicts;     // [num_seats, num_states], by batch row
+  int32_t* tickets;      // [num_seats]: teams of a batch row that are done
   int64_t num_states;
   int64_t num_groups;
   int64_t num_recurrent;  // of the groups: the first ones; the others are rings

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The passes over recurrent states, for the CPU and for CUDA, by the teams of
-// audit_rules.h: a team a request, a warp of it a state.
+// audit_rules.h. Teams share a request's states, a warp has one at a time; the last
+// team to end with them finishes the request.
 //
 // A state is recognized by its content, not by its block: vLLM copies blocks, and the
 // metadata of its kernels says which one a step reads. What the accepted token's column
@@ -36,27 +37,42 @@ NWOR_RULE uint64_t state_word(const State& state, int64_t block, int64_t column,
   }
 }
 
-// What is kept of a sample: a sum for each of its parts.
+// What is kept of a sample: a sum for each of its parts. A warp's lanes have some parts
+// each; all must call these.
+template <typename Team>
 struct Sample {
-  uint32_t parts[kSampleParts];
+  static constexpr int64_t kParts = Team::kPartsOfLane;
+  uint32_t parts[kParts];
 
-  NWOR_RULE uint64_t whole() const {
+  NWOR_RULE uint64_t whole(const Team& team) const {
     uint64_t sum = 0;
-    for (int64_t p = 0; p < kSampleParts; ++p) {
-      sum += mix64(parts[p] + (static_cast<uint64_t>(p) + 1) * 0x9E3779B97F4A7C15ULL);
+    for (int64_t p = 0; p < kParts; ++p) {
+      const auto number = static_cast<uint64_t>(team.part(p)) + 1;
+      sum += mix64(parts[p] + number * 0x9E3779B97F4A7C15ULL);
     }
-    return sum;
+    return team.over_parts(sum);
   }
-  // Parts that are the same and not zero.
-  NWOR_RULE int64_t num_same(const Sample& other, const Sample& zero) const {
-    int64_t number = 0;
-    for (int64_t p = 0; p < kSampleParts; ++p) {
-      number += parts[p] == other.parts[p] && parts[p] != zero.parts[p];
+  // to: [kSampleParts].
+  NWOR_RULE void store(const Team& team, uint32_t* to) const {
+    for (int64_t p = 0; p < kParts; ++p) {
+      to[team.part(p)] = parts[p];
     }
-    return number;
+  }
+  // Parts that are the same as in `other` [kSampleParts] and not zero.
+  NWOR_RULE int64_t num_same(const Team& team, const uint32_t* other,
+                             const Sample& zero) const {
+    uint64_t number = 0;
+    for (int64_t p = 0; p < kParts; ++p) {
+      number += parts[p] == other[team.part(p)] && parts[p] != zero.parts[p];
+    }
+    return static_cast<int64_t>(team.over_parts(number));
   }
 };
-static_assert(sizeof(Sample) == 4 * sizeof(uint64_t), "of a column in scratch");
+
+// Of a column, in scratch: [kSampleParts].
+NWOR_RULE uint32_t* parts_of(uint64_t* scratch, int64_t column) {
+  return reinterpret_cast<uint32_t*>(scratch) + column * kSampleParts;
+}
 
 // A column of a state. block -1: there is none.
 struct Column {
@@ -84,7 +100,7 @@ NWOR_RULE void each_sample(Team& team, const State& state, int64_t count,
     NWOR_UNROLL
     for (int64_t i = 0; i < kAtOnce; ++i) {
       if (is_there[i]) {
-        Sample sample;
+        Sample<Team> sample;
         team.sum_parts(sample.parts, [&](int64_t word) {
           return checksum_of(words[i][word % kWords], word);
         });
@@ -96,9 +112,9 @@ NWOR_RULE void each_sample(Team& team, const State& state, int64_t count,
 
 // By a warp; all lanes get it.
 template <typename Team>
-NWOR_RULE Sample sample_of(Team& team, const State& state, int64_t block,
-                           int64_t column) {
-  Sample sample;
+NWOR_RULE Sample<Team> sample_of(Team& team, const State& state, int64_t block,
+                                 int64_t column) {
+  Sample<Team> sample;
   team.sum_parts(sample.parts, [&](int64_t word) {
     return checksum_of(state_word(state, block, column, word), word);
   });
@@ -116,30 +132,22 @@ NWOR_RULE uint64_t window_at(const State& state, int64_t offset,
   return sum;
 }
 
-// What is found out about one state of a request, in the team's room.
-struct Verdict {
-  int64_t kind;  // FindingClass, -1: nothing
-  int64_t generation;
-  int64_t length;
-  int64_t step;
-  int64_t boundary = 0;  // of the request's block that ends there; 0: of what it reads
-  int64_t position = 0;  // of a ring: whose row is lost
-};
-
 // By a warp: the sample of what is read from the first column of `block`.
 template <typename Team>
 NWOR_RULE uint64_t read_at(Team& team, const State& state, int64_t block) {
   if (state.is_temporal()) {
-    return sample_of(team, state, block, 0).whole();
+    return sample_of(team, state, block, 0).whole(team);
   }
   uint64_t samples[kMaxBuffer];
   for (int64_t c = 0; c < state.window; ++c) {
-    samples[c] = sample_of(team, state, block, c).whole();
+    samples[c] = sample_of(team, state, block, c).whole(team);
   }
   return window_at(state, 0, samples);
 }
 
 struct StatesPass : StatesArgs {
+  int64_t num_parts;  // teams of a request
+
   // A request's place in a group's metadata.
   struct Place {
     bool is_window;
@@ -179,16 +187,55 @@ struct StatesPass : StatesArgs {
     return {false, has, 0, index, !of.only_decodes || index < of.num_decodes};
   }
 
-  // A request's place in each group. Returns the team's room for verdicts, one for each
-  // state.
+  // Of each request: begin(rows) by each of its teams; judge(rows, places, what begin
+  // returned, s) by a warp, for each state; finish(rows, places, what begin returned,
+  // verdicts) by one team, when all states have a verdict. verdicts: [num_states], in
+  // the team's room.
+  template <typename Team, typename Begin, typename Judge, typename Finish>
+  NWOR_RULE void each_state(Team& team, const Begin& begin, const Judge& judge,
+                            const Finish& finish) const {
+    each_part(team, *this, num_parts, [&](const Rows& rows, int64_t part) {
+      if (rows.begin == rows.end) {
+        return;
+      }
+      Place places[kMaxStateGroups];
+      for (int64_t g = 0; g < num_groups; ++g) {
+        places[g] = place_of(team, metadata[g], rows);
+      }
+      const int64_t begun = begin(rows);
+      Verdict* const found = verdicts + rows.request * num_states;
+      const int64_t end = num_states * (part + 1) / num_parts;
+      for (int64_t s = num_states * part / num_parts + team.warp(); s < end;
+           s += team.num_warps()) {
+        const Verdict verdict = judge(rows, places, begun, s);
+        if (team.lane() == 0) {
+          found[s] = verdict;
+        }
+      }
+      team.sync();
+      if (team.is_last_of(num_parts, tickets[rows.request])) {
+        constexpr auto kWords = static_cast<int64_t>(sizeof(Verdict) / sizeof(int64_t));
+        static_assert(kMaxStates * kWords <= kMaxReqs, "a team has so much room");
+        int64_t* const room = team.room(num_states * kWords);
+        const auto* const words = reinterpret_cast<const int64_t*>(found);
+        for (int64_t i = team.index(); i < num_states * kWords; i += team.size()) {
+          room[i] = team.load(words + i);
+        }
+        team.sync();
+        finish(rows, places, begun, reinterpret_cast<const Verdict*>(room));
+      }
+      team.sync();
+    });
+  }
+
+  // Whether any state has a verdict.
   template <typename Team>
-  NWOR_RULE Verdict* find(Team& team, const Rows& rows, Place* places) const {
-    for (int64_t g = 0; g < num_groups; ++g) {
-      places[g] = place_of(team, metadata[g], rows);
+  NWOR_RULE bool is_any(Team& team, const Verdict* of) const {
+    uint64_t number = 0;
+    for (int64_t s = team.index(); s < num_states; s += team.size()) {
+      number += of[s].kind >= 0;
     }
-    constexpr auto kWords = static_cast<int64_t>(sizeof(Verdict) / sizeof(int64_t));
-    static_assert(kMaxStates * kWords <= kMaxReqs, "a team has so much room");
-    return reinterpret_cast<Verdict*>(team.room(num_states * kWords));
+    return team.sum(number).total > 0;
   }
 
   // The block with a request's column number `column`, or -1.
@@ -251,18 +298,18 @@ struct StatesPass : StatesArgs {
 
   // Reports this team's verdicts: one finding for each class, and kind of state.
   // `block`, `column`: of the first state concerned.
-  NWOR_RULE void report_verdicts(const Verdict* verdicts, const Place* places,
+  NWOR_RULE void report_verdicts(const Verdict* of_states, const Place* places,
                                  const Rows& rows, int64_t position,
                                  int64_t expected_length) const {
     for (int64_t first = 0; first < num_states; ++first) {
-      const Verdict& of = verdicts[first];
+      const Verdict& of = of_states[first];
       if (of.kind < 0) {
         continue;
       }
       int64_t number = 0;
       bool is_first = true;
       for (int64_t s = 0; s < num_states; ++s) {
-        if (verdicts[s].kind == of.kind && states[s].is_like(states[first])) {
+        if (of_states[s].kind == of.kind && states[s].is_like(states[first])) {
           ++number;
           is_first = is_first && s >= first;
         }
@@ -294,31 +341,21 @@ struct StatesPass : StatesArgs {
 struct ReadStates : StatesPass {
   template <typename Team>
   NWOR_RULE void operator()(Team& team) const {
-    each_request(team, *this, [&](const Rows& rows) {
-      if (rows.begin == rows.end) {
-        return;
-      }
-      Place places[kMaxStateGroups];
-      Verdict* const verdicts = find(team, rows, places);
-      const int64_t start = plan[rows.begin].position;
-      uint64_t num_found = 0;
-      for (int64_t s = team.warp(); s < num_states; s += team.num_warps()) {
-        const Verdict verdict = judge(team, rows, s, places[states[s].group], start);
-        if (team.lane() == 0) {
-          verdicts[s] = verdict;
-          num_found += verdict.kind >= 0;
-        }
-      }
-      if (team.sum(num_found).total > 0 && team.index() == 0) {
-        report_verdicts(verdicts, places, rows, start, start);
-        // What is in its buffers is not what is known to be.
-        state_seats[rows.seat].num_buffered = 0;
-      }
-      if (team.index() == 0) {
-        set_last_tokens(rows, places, start);
-      }
-      team.sync();
-    });
+    each_state(
+        team, [&](const Rows& rows) { return plan[rows.begin].position; },
+        [&](const Rows& rows, const Place* places, int64_t start, int64_t s) {
+          return judge(team, rows, s, places[states[s].group], start);
+        },
+        [&](const Rows& rows, Place* places, int64_t start, const Verdict* of_states) {
+          if (is_any(team, of_states) && team.index() == 0) {
+            report_verdicts(of_states, places, rows, start, start);
+            // What is in its buffers is not what is known to be.
+            state_seats[rows.seat].num_buffered = 0;
+          }
+          if (team.index() == 0) {
+            set_last_tokens(rows, places, start);
+          }
+        });
   }
 
   NWOR_RULE bool is_known(const Rows& rows, int64_t start) const {
@@ -363,19 +400,20 @@ struct ReadStates : StatesPass {
           [&](int64_t c) {
             return Column{c < count ? block_of(of, place, c) : block, 0};
           },
-          [&](int64_t c, const Sample& sample) {
+          [&](int64_t c, const Sample<Team>& sample) {
             if (c == count) {
-              found = sample.whole();
-            } else if (team.lane() == 0) {
-              reinterpret_cast<Sample*>(kept)[c] = sample;
+              found = sample.whole(team);
+            } else {
+              sample.store(team, parts_of(kept, c));
             }
           });
     } else if (block >= 0) {
       each_sample(
           team, state, state.num_columns, [&](int64_t c) { return Column{block, c}; },
-          [&](int64_t c, const Sample& sample) {
+          [&](int64_t c, const Sample<Team>& sample) {
+            const uint64_t whole = sample.whole(team);
             if (team.lane() == 0) {
-              kept[c] = sample.whole();
+              kept[c] = whole;
             }
           });
       team.warp_sync();
@@ -468,7 +506,7 @@ struct ReadStates : StatesPass {
     }
     for (int64_t p = first; is_known && p < start; ++p) {
       const int64_t row = p % state.num_columns;
-      if (sample_of(team, state, block, row).whole() !=
+      if (sample_of(team, state, block, row).whole(team) !=
           columns_of(rows.seat, s)[p % state.ratio]) {
         // The request's own last write to the row, if that was for another position.
         const int64_t last =
@@ -513,59 +551,59 @@ struct WrittenStates : StatesPass {
   const int32_t* cu_num_logits;
   Acceptance acceptance;
 
-  explicit WrittenStates(const AuditStatesWrittenArgs& args)
-      : StatesPass{args},
+  WrittenStates(const AuditStatesWrittenArgs& args, int64_t num_parts)
+      : StatesPass{args, num_parts},
         cu_num_logits(args.cu_num_logits),
         acceptance(args.acceptance) {}
 
   template <typename Team>
   NWOR_RULE void operator()(Team& team) const {
-    each_request(team, *this, [&](const Rows& rows) {
-      const int64_t q = rows.end - rows.begin;
-      if (q == 0) {
-        return;
-      }
-      Place places[kMaxStateGroups];
-      Verdict* const verdicts = find(team, rows, places);
-      const int64_t in_step = num_kept_of(team, *this, rows);
-      // A window keeps its first token in any case.
-      const int64_t num_kept = in_step < 1 ? 1 : in_step;
-      const int64_t start = plan[rows.begin].position;
-      uint64_t num_found = 0;
-      for (int64_t s = team.warp(); s < num_states; s += team.num_warps()) {
-        if (states[s].is_ring()) {
-          record_ring(team, rows, s, places[states[s].group], num_kept);
-          if (team.lane() == 0) {
-            verdicts[s].kind = -1;
+    each_state(
+        team,
+        [&](const Rows& rows) {
+          // A window keeps its first token in any case.
+          const int64_t num_kept = num_kept_of(team, *this, rows);
+          return num_kept < 1 ? int64_t{1} : num_kept;
+        },
+        [&](const Rows& rows, const Place* places, int64_t num_kept, int64_t s) {
+          return judge(team, rows, s, places[states[s].group], num_kept);
+        },
+        [&](const Rows& rows, Place* places, int64_t num_kept,
+            const Verdict* of_states) {
+          const int64_t length = plan[rows.begin].position + num_kept;
+          if (is_any(team, of_states) && team.index() == 0) {
+            for (int64_t g = 0; g < num_groups; ++g) {
+              places[g].offset =
+                  places[g].is_window ? least(num_kept, max_columns) - 1 : 0;
+            }
+            report_verdicts(of_states, places, rows, length - 1, length);
           }
-          continue;
-        }
-        const Place& place = places[states[s].group];
-        const bool is = record(team, rows, s, place, num_kept) || !place.is_run;
-        if (team.lane() == 0) {
-          const Seat& seat = seats[rows.seat];
-          verdicts[s] = {is ? int64_t{kStateNotWritten} : -1, seat.generation, -1,
-                         step};
-          if (!is && !place.is_window && num_kept < q) {
-            verdicts[s] = {kStateAhead, seat.generation, start + q, step};
+          team.sync();
+          remember_tokens(team, rows, places);
+          team.sync();
+          if (team.index() == 0) {
+            remember(rows, places, num_kept);
           }
-          num_found += verdicts[s].kind >= 0;
-        }
-      }
-      if (team.sum(num_found).total > 0 && team.index() == 0) {
-        for (int64_t g = 0; g < num_groups; ++g) {
-          places[g].offset = places[g].is_window ? least(num_kept, max_columns) - 1 : 0;
-        }
-        report_verdicts(verdicts, places, rows, start + num_kept - 1, start + num_kept);
-      }
-      team.sync();
-      remember_tokens(team, rows, places);
-      team.sync();
-      if (team.index() == 0) {
-        remember(rows, places, num_kept);
-      }
-      team.sync();
-    });
+        });
+  }
+
+  // By a warp.
+  template <typename Team>
+  NWOR_RULE Verdict judge(Team& team, const Rows& rows, int64_t s, const Place& place,
+                          int64_t num_kept) const {
+    if (states[s].is_ring()) {
+      record_ring(team, rows, s, place, num_kept);
+      return {-1, 0, 0, 0};
+    }
+    const int64_t q = rows.end - rows.begin, start = plan[rows.begin].position;
+    const int64_t generation = seats[rows.seat].generation;
+    if (record(team, rows, s, place, num_kept) || !place.is_run) {
+      return {kStateNotWritten, generation, -1, step};
+    }
+    if (!place.is_window && num_kept < q) {
+      return {kStateAhead, generation, start + q, step};
+    }
+    return {-1, 0, 0, 0};
   }
 
   // By a warp: what the request reads next. Returns whether the state was not written.
@@ -574,7 +612,7 @@ struct WrittenStates : StatesPass {
                         int64_t num_kept) const {
     const State& state = states[s];
     const StateMetadata& of = metadata[state.group];
-    const uint64_t* const before = scratch_of(rows.request, s);
+    uint64_t* const before = scratch_of(rows.request, s);
     const int64_t q = rows.end - rows.begin;
     const int64_t kept = place.is_window ? least(num_kept, max_columns) - 1 : 0;
     const int32_t token =
@@ -587,14 +625,14 @@ struct WrittenStates : StatesPass {
       each_sample(
           team, state, count,
           [&](int64_t c) { return Column{block_of(of, place, c), 0}; },
-          [&](int64_t c, const Sample& sample) {
+          [&](int64_t c, const Sample<Team>& sample) {
+            const uint64_t whole = sample.whole(team);
             if (team.lane() == 0) {
-              written_to[c] = sample.whole();
+              written_to[c] = whole;
             }
             if (c == kept) {
-              is_same =
-                  is_unwritten(team, state, block_of(of, place, c), token,
-                               reinterpret_cast<const Sample*>(before)[c], sample);
+              is_same = is_unwritten(team, state, block_of(of, place, c), token,
+                                     parts_of(before, c), sample);
             }
           });
     } else if (const int64_t block = block_of(of, place, 0); block >= 0) {
@@ -602,7 +640,9 @@ struct WrittenStates : StatesPass {
       const int64_t end = least(state.window + count - 1, state.num_columns);
       each_sample(
           team, state, end, [&](int64_t c) { return Column{block, c}; },
-          [&](int64_t c, const Sample& sample) { samples[c] = sample.whole(); });
+          [&](int64_t c, const Sample<Team>& sample) {
+            samples[c] = sample.whole(team);
+          });
       for (int64_t c = team.lane(); c + state.window <= end; c += team.num_lanes()) {
         written_to[c] = window_at(state, c, samples);
       }
@@ -642,7 +682,7 @@ struct WrittenStates : StatesPass {
     const int64_t first = length - length % state.ratio;
     for (int64_t p = first < start ? start : first; block >= 0 && p < length; ++p) {
       const uint64_t sample =
-          sample_of(team, state, block, p % state.num_columns).whole();
+          sample_of(team, state, block, p % state.num_columns).whole(team);
       if (team.lane() == 0) {
         // A draft of the same step may have the row by now: then nothing is right.
         columns_of(rows.seat, s)[p % state.ratio] =
@@ -654,13 +694,13 @@ struct WrittenStates : StatesPass {
   // By a warp: whether a temporal state is as before a token that is another one.
   template <typename Team>
   NWOR_RULE bool is_unwritten(Team& team, const State& state, int64_t block,
-                              int32_t token, const Sample& before,
-                              const Sample& sample) const {
-    Sample zero;
+                              int32_t token, const uint32_t* before,
+                              const Sample<Team>& sample) const {
+    Sample<Team> zero;
     team.sum_parts(zero.parts, [](int64_t word) { return checksum_of(0, word); });
     const int32_t last = last_tokens[state.group * num_state_blocks + block];
     const bool is_other = last == kNoToken || (last >= 0 && last != token);
-    return is_other && sample.num_same(before, zero) >= state.same_parts;
+    return is_other && sample.num_same(team, before, zero) >= state.same_parts;
   }
 
   // The tokens that are in the blocks of the columns now.
@@ -769,13 +809,15 @@ struct WrittenStates : StatesPass {
 template <typename Device>
 void call(const Device& device, const AuditStatesReadArgs& args) {
   device.check(args);
-  device.run(ReadStates{{args}}, args.num_reqs);
+  const int64_t num_parts = device.num_parts(args.num_states);
+  device.run(ReadStates{{args, num_parts}}, args.num_reqs * num_parts);
 }
 
 template <typename Device>
 void call(const Device& device, const AuditStatesWrittenArgs& args) {
   device.check(args);
-  device.run(WrittenStates(args), args.num_reqs);
+  const int64_t num_parts = device.num_parts(args.num_states);
+  device.run(WrittenStates(args, num_parts), args.num_reqs * num_parts);
 }
 
 }  // namespace nwor

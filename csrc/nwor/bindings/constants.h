@@ -55,6 +55,7 @@ inline bool add_numbers(PyObject* module) {
            Constant{"STATE_COLUMNS", kColumns<State>},
            Constant{"STATE_SEAT_COLUMNS", kColumns<StateSeat>},
            Constant{"STATE_RECORD_COLUMNS", kColumns<StateRecord>},
+           Constant{"VERDICT_COLUMNS", kColumns<Verdict>},
            Constant{"SAMPLE_WORDS", kSampleWords},
            Constant{"SAMPLE_PARTS", kSampleParts},
            Constant{"MAX_BUFFER", kMaxBuffer},

@@ -122,6 +122,8 @@ class Sizes(NamedTuple):
             ((2,), torch.int64),
             ((self.num_records, ops.STATE_RECORD_COLUMNS), torch.int64),
             ((self.num_records, self.max_in_group), torch.int64),
+            ((*of_seats, ops.VERDICT_COLUMNS), torch.int64),
+            ((self.num_seats,), torch.int32),
         ]
 
     def num_bytes(self) -> int:
@@ -192,8 +194,8 @@ class States:
         self._tensors = [
             memory.take(size, dtype).zero_() for size, dtype in sizes.shapes()
         ]
-        table, *_, self.last_tokens, self.totals = self._tensors[:-2]
-        self.records, self._boundaries = self._tensors[-2:]
+        table, *_, self.last_tokens, self.totals = self._tensors[:-4]
+        self.records, self._boundaries = self._tensors[-4:-2]
         table.copy_(rows)
         self.last_tokens.fill_(-1)
         numbers = num_states, len(groups), len(recurrent), max_columns, sizes.num_kept
