@@ -207,7 +207,9 @@ def run_tests(tree: Path, tests: Sequence[str]) -> TestRun:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=[one.name for one in MUTATIONS])
+    parser.add_argument(
+        "--only", choices=[one.name for one in MUTATIONS], metavar="NAME"
+    )
     parser.add_argument("--selftest", action="store_true", help="not the tests")
     parser.add_argument("--cuda", choices=("build", "run"), help="of CUDA kernels")
     parser.add_argument("--json", type=Path, help="where to write what was found")

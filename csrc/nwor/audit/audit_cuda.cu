@@ -25,6 +25,13 @@ constexpr int kThreadsOf =
             std::is_base_of_v<StatesPass, Pass>
         ? kBlockThreads
         : 512;
+// By another pass at once: those of audit_resolve but the last, and before it the
+// states'.
+template <typename Pass>
+constexpr bool kIsFollowed =
+    std::is_same_v<Pass, KeepRequests> || std::is_same_v<Pass, AdoptHit> ||
+    std::is_same_v<Pass, CheckRequests> || std::is_same_v<Pass, RecordRows> ||
+    std::is_same_v<Pass, ScanSlots> || std::is_same_v<Pass, WrittenStates>;
 // Of a request, for one thread block: a warp each.
 constexpr int64_t kStatesOfBlock = kBlockThreads / kWarpThreads;
 template <typename Pass>
@@ -252,7 +259,7 @@ class Block {
 template <typename Pass>
 __global__ void __launch_bounds__(kThreadsOf<Pass>, kBlocksOf<Pass>)
     audit_kernel(const __grid_constant__ Pass pass) {
-  wait_for_stream();
+  wait_for_stream(kIsFollowed<Pass>);
   Block<kThreadsOf<Pass>> team;
   pass(team);
 }
@@ -269,8 +276,8 @@ struct Gpu {
   void run(const Pass& pass, int64_t num_teams) const {
     if (num_teams > 0) {
       void* arguments[] = {const_cast<Pass*>(&pass)};
-      launcher<Pass>.launch_early(op, device, grid_size(op, num_teams),
-                                  kThreadsOf<Pass>, stream, arguments);
+      launcher<Pass>.launch(op, device, grid_size(op, num_teams), kThreadsOf<Pass>,
+                            stream, arguments);
     }
   }
 
