@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.." || exit
 
 PYTHON=${PYTHON:-python3}
 STEPS=" build kernels engines faults sync layouts sleep audit poison weights offload"
-STEPS="$STEPS parallel ray sanitizer bench-kernels host-profile bench soak "
+STEPS="$STEPS real parallel ray sanitizer bench-kernels host-profile bench soak "
 WORK=${NWOR_WORK:-$(mktemp -d "${TMPDIR:-/tmp}/nwor-gpu-XXXXXX")}
 RESULTS=${NWOR_RESULTS:-results}
 mkdir -p "$WORK" "$RESULTS"
@@ -94,6 +94,8 @@ step_audit() { gpu_tests audit "$@"; }
 step_poison() { gpu_tests poison "$@"; }
 step_weights() { gpu_tests weights "$@"; }
 step_offload() { gpu_tests offloading "$@"; }
+# The models: tools/gpu/README.md.
+step_real() { run_tests -s tests/gpu/test_{engine_matrix,audit}.py -k "real_weights$(also "" "$@")"; }
 step_parallel() { run_tests -s tests/gpu/test_engine_matrix.py -k test_two_ranks; }
 step_ray() { run_tests -s tests/gpu/test_engine_matrix.py -k test_ray; }
 

@@ -19,6 +19,8 @@ from typing import Any
 
 import yaml
 
+from tests.helpers.environment import model_path
+
 _READ = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text("utf-8"))
 # Environment variables and EngineArgs of every engine; of each drafter its model runner
 # and its part of speculative_config.
@@ -53,7 +55,8 @@ class EngineSpec:
     "ray-compiled" (up to 0.32). windows: some layers have a sliding window, and a
     KV-cache group of their own. hybrid: its folder, if some layers have recurrent
     state. cached: which is found in the prefix cache (vLLM 0.29 on). seats: in mode
-    stage, how many requests have shadow blocks; 0 for all.
+    stage, how many requests have shadow blocks; 0 for all. real: with the weights of
+    SmolLM2, by tools/setup/make_models.py, and prompts of benchmarks/prompts.json.
     """
 
     name: str
@@ -79,6 +82,7 @@ class EngineSpec:
     cached: bool = False
     seats: int = 0
     flash: int = 0
+    real: bool = False
 
     @property
     def runner(self) -> str:
@@ -91,6 +95,8 @@ class EngineSpec:
     @property
     def model(self) -> str:
         """The target's folder of models.yml."""
+        if self.real:
+            return "smollm2-135m"
         if self.hybrid:
             return self.hybrid
         return "mla" if self.is_mla else "gemma3" if self.windows else "llama"
@@ -142,6 +148,8 @@ class EngineSpec:
 
     def arguments(self, models: Path) -> dict[str, Any]:
         """Keyword arguments of vLLM's EngineArgs. models: see tests.gpu.models."""
+        if self.real:
+            models = Path(model_path(self.model)).parent
         arguments = ARGUMENTS | {
             "model": str(models / self.model),
             "block_size": self.block_size,
@@ -159,6 +167,8 @@ class EngineSpec:
         if self.cached:  # at each block end that is computed; blocks are large
             arguments |= {"prefix_cache_retention_interval": None}
             arguments |= {"max_model_len": 2048}
+        if self.real:
+            arguments["load_format"] = "auto"
         if self.flash:
             arguments["attention_config"] = {"flash_attn_version": self.flash}
         if self.executor:
@@ -201,7 +211,8 @@ class EngineSpec:
             config["num_speculative_tokens_per_batch_size"] = DYNAMIC
         for name, value in DRAFTERS[self.drafter].items():
             if name == "model":
-                config["model"] = str(models / value)
+                folder = "smollm2-draft-26" if self.real else value
+                config["model"] = str(models / folder)
             elif name == "attention_backend":
                 config["attention_backend"] = self.backend
             elif name != "runner":

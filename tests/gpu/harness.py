@@ -113,7 +113,8 @@ class Engine(Player):
 
         self.scheduler.schedule = noted
         if prepares:
-            self.rpc("test_randomize", SEED, spec.rejection != "synthetic")
+            if not spec.real:
+                self.rpc("test_randomize", SEED, spec.rejection != "synthetic")
             self.rpc("test_fix_costs")
             self.run(warm_up())
 

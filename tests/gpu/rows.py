@@ -12,9 +12,13 @@ Imports neither torch nor vLLM.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from benchmarks.prompts import TEXTS
+
 from tests.gpu.engines import EngineSpec
+from tests.helpers.environment import model_path
 from tests.helpers.player import Request
 
 # When a row runs: before any sleep, after sleeps of levels 1 and 2, and after one while
@@ -68,6 +72,8 @@ def warm_up() -> Row:
 def rows(spec: EngineSpec) -> tuple[Row, ...]:
     """The rows for this engine. vLLM's CPU_MLA is slow, samples greedily only, and has
     neither chunked prefill nor prefix caching."""
+    if spec.real:
+        return _of_texts()
     if spec.backend == "CPU_MLA":
         return (Row("batch 8", (_batch("eight", 8, 12, 10, stagger=1),)),)
     if spec.loras:
@@ -87,6 +93,30 @@ def rows(spec: EngineSpec) -> tuple[Row, ...]:
         Row("two outputs", (_in_two(),), frozenset({"cached", "different"})),
         Row("chunked prefill", (_mixed(),), frozenset({"chunked"})),
         Row("structured output", (_structured(),), frozenset({"structured"})),
+    )
+
+
+def _of_texts() -> tuple[Row, ...]:
+    """Rows of SmolLM2: built-in texts in its chat form."""
+    from tokenizers import Tokenizer
+
+    path = Path(model_path("smollm2-135m"), "tokenizer.json")
+    tokenizer = Tokenizer.from_file(str(path))
+    forms = (f"<|im_start|>user\n{t}<|im_end|>\n<|im_start|>assistant\n" for t in TEXTS)
+    texts = [tuple(tokenizer.encode(form).ids) for form in forms]
+
+    def of(name: str, params: dict[str, Any]) -> tuple[Request, ...]:
+        return tuple(
+            Request(f"{name}/{i}", ids, 96, at=i, params=params | {"seed": i})
+            for i, ids in enumerate(texts)
+        )
+
+    sampled = {"temperature": 0.8} | _PLAIN
+    again = (of("first", _PLAIN), of("again", _PLAIN))
+    return (
+        Row("batch 8", (of("eight", _PLAIN),)),
+        Row("seeded sampling", (of("sampled", sampled),)),
+        Row("prefix caching", again, frozenset({"cached"})),
     )
 
 

@@ -90,6 +90,12 @@ def test_a_flipped_bit_is_found_where_it_is(on, engine):
         assert found["owner"].startswith("eight/")
 
 
+@engines_of("real")
+def test_real_weights(on, engine):
+    test_a_clean_engine_has_no_findings(on, engine)
+    test_a_flipped_bit_is_found_where_it_is(on, engine)
+
+
 @SLEEPERS
 def test_an_engine_that_sleeps_has_no_findings(sleeping, engine):
     report = sleeping[engine][ON].whole()

@@ -71,6 +71,13 @@ def test_matrix(verdicts, engine, check):
 
 
 @pytest.mark.parametrize("check", CHECKS)
+@engines_of("real")
+def test_real_weights(verdicts, engine, check):
+    """Of SmolLM2, with real acceptance."""
+    assert_check(verdicts[engine], check)
+
+
+@pytest.mark.parametrize("check", CHECKS)
 @engines_of("parallel")
 def test_two_ranks(single_verdicts, engine, check):
     """Each rank of a tensor parallel engine restores its own cache."""
