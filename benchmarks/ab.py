@@ -11,10 +11,10 @@ machine that slows down, for a tenth of a second or for minutes, does so to all 
 Of each turn counts its median duration over all rounds, and these add up: what held up
 one turn of one round is not a difference between arms.
 
-The first step of a turn finds all hooks changed, whatever the arms are, and in an
-asynchronous engine the step before it, another arm's, still on the device: of a
-difference between arms up to 1 / TURN_STEPS is lost. Arms that cannot change in the
-middle of a request (the KV audit's) have whole runs for turns.
+The first step of a turn is not counted: it finds all hooks changed, whatever the arms
+are, which costs an arm with more hooks more and which no server does; and in an
+asynchronous engine the step before it, another arm's, is still on the device. Arms that
+cannot change in the middle of a request (the KV audit's) have whole runs for turns.
 
 Every run's outputs are compared with those of the first; a difference ends it all.
 
@@ -88,7 +88,8 @@ class Run:
 
     outputs: token ids of each request, in request order. step_s: duration of each
     engine step. num_steps: of each request, until it finished. drafts: vLLM's own
-    counters: windows, drafted, accepted, accepted_per_position.
+    counters: windows, drafted, accepted, accepted_per_position. is_of_turns: it was put
+    together from turns, before each of which the hooks were changed.
     """
 
     outputs: list[list[int]]
@@ -96,12 +97,14 @@ class Run:
     num_steps: list[int]
     drafts: dict[str, Any]
     nwor: NworDone | None
+    is_of_turns: bool = False
 
     @property
     def turn_s(self) -> list[float]:
-        """Duration of each turn."""
-        firsts = range(0, len(self.step_s), TURN_STEPS)
-        return [sum(self.step_s[at : at + TURN_STEPS]) for at in firsts]
+        """Duration of each turn, in part as the module says."""
+        ends = range(TURN_STEPS, len(self.step_s) + TURN_STEPS, TURN_STEPS)
+        num_counted = TURN_STEPS - self.is_of_turns
+        return [sum(self.step_s[end - num_counted : end]) for end in ends]
 
     @property
     def seconds(self) -> float:
@@ -194,7 +197,7 @@ def put_together(runs: Sequence[Run], place: int) -> Run:
     for turn, first in enumerate(range(0, longest, TURN_STEPS)):
         of_arm = runs[(place - turn) % len(runs)]
         step_s += of_arm.step_s[first : first + TURN_STEPS]
-    return replace(runs[0], step_s=step_s, nwor=None)
+    return replace(runs[0], step_s=step_s, nwor=None, is_of_turns=True)
 
 
 def check_outputs(
