@@ -41,6 +41,7 @@ except ops.NworOpsUnavailable as error:
 # A loop on threads that, like PyTorch's, no exception may leave.
 THROWS = r"""
 #include <atomic>
+#include <exception>
 #include <new>
 #include <string>
 #include <thread>
@@ -68,7 +69,10 @@ int main() {
         throw std::bad_alloc();
       });
       return 1;
-    } catch (const std::bad_alloc&) {
+    } catch (const std::exception& error) {
+      if (error.what() != std::string("std::bad_alloc")) {
+        return 4;
+      }
     }
     if (num_pieces != (grain == 2 ? 4 : 1)) {
       return 2;
