@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -321,12 +322,19 @@ class Environment:
     def install(self, wheel: Path) -> None:
         self.uv("install", "--no-deps", "--no-index", wheel)
 
-    def run(self, *arguments: str, mode: str | None = None) -> tuple[int, list[str]]:
-        """Exit status and output lines of Python in a folder without vllm/."""
+    def run(
+        self,
+        *arguments: str,
+        mode: str | None = None,
+        user: Sequence[str] = (),
+        **more: str,
+    ) -> tuple[int, list[str]]:
+        """Exit status and output lines of Python in a folder without vllm/. user: a
+        command that starts another without rights. more: variables."""
         env = {name: one for name, one in os.environ.items() if name != "PYTHONPATH"}
-        env |= {} if mode is None else {"VLLM_NWOR_MODE": mode}
+        env |= more if mode is None else {**more, "VLLM_NWOR_MODE": mode}
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        command = [self.python, "-B", *arguments]
+        command = [*user, self.python, "-B", *arguments]
         done = subprocess.run(command, cwd=self.site.parent, env=env, **output)
         return done.returncode, done.stdout.splitlines()
 
