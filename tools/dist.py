@@ -46,7 +46,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CUDA_RUNTIME = ROOT / "requirements" / "cuda-runtime.txt"
 # sm_103 runs the code for 100, sm_121 that for 120; others compile the PTX.
 GPU_ARCHS = ("80", "86", "89", "90", "100", "120")
-MACHINES = ("x86_64", "aarch64")
+# Processors, with the folder of CUDA's headers on such a machine.
+MACHINES = {"x86_64": "x86_64-linux", "aarch64": "sbsa-linux"}
 MOST_BYTES = 6_000_000
 # vLLM needs torch, so these are there.
 EXTERNAL = {"libtorch.so", "libtorch_cpu.so"}
@@ -156,8 +157,8 @@ def build_wheel(project: Path, machine: str, compiler: str, work: Path) -> Path:
         "PYTHONPATH": str(linker_stubs(compiler, work / "stubs")),
     }
     if machine != platform.machine():
-        # CUDA's headers are the same for all processors.
-        env["CUDAFLAGS"] += f" --target-directory {platform.machine()}-linux"
+        # CUDA's headers are the same for all processors: take this machine's.
+        env["CUDAFLAGS"] += f" --target-directory {MACHINES[platform.machine()]}"
         env |= {"CXX": compiler, "CUDAHOSTCXX": compiler}
         env["_PYTHON_HOST_PLATFORM"] = f"linux-{machine}"
     wheel = build(project, "wheel", work / "wheel", **env)

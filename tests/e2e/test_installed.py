@@ -193,6 +193,8 @@ def test_an_editable_vllm(wheel, make_environment, path, tmp_path):
     project = tmp_path / "project"
     project.mkdir()
     metadata = VLLM["pyproject.toml"].replace('"vllm", "vllm.v1"', '"vllm"')
+    # vLLM takes its platform from there.
+    metadata = metadata.replace('"0.32.0"', '"0.32.0+cpu"')
     (project / "pyproject.toml").write_text(metadata)
     (project / "vllm").symlink_to(SITE / "vllm")
     environment.install(build(project, tmp_path / "built", "editable"))

@@ -273,6 +273,33 @@ def test_the_manifest_names_what_was_built_and_left_out(tmp_path, monkeypatch):
         dist.cuda_runtime("x86_64", tmp_path)
 
 
+@pytest.mark.nightly
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+def test_what_is_published_is_complete(tmp_path):
+    """With a wheel for each processor for which there is a compiler."""
+    work, out = tmp_path / "work", tmp_path / "dist"
+    work.mkdir()
+    manifest = dist.make_dist(out, work)
+    wheels = {}
+    for file in manifest["files"]:
+        content = (out / file["file"]).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == file["sha256"]
+        if "platform" in file:
+            wheels[file["platform"].removeprefix("manylinux_2_28_")] = file
+    assert {*wheels, *manifest["left_out"]} == {*dist.MACHINES}
+    assert platform.machine() in wheels
+    for machine, file in wheels.items():
+        archive = zipfile.ZipFile(out / file["file"])
+        (bill,) = (one for one in archive.namelist() if one.endswith(".cdx.json"))
+        names = {one["name"] for one in json.loads(archive.read(bill))["components"]}
+        assert ("libgcc" in names) is (machine == "aarch64")
+        assert "NVIDIA CUDA runtime (static)" in names
+        archive.extract("vllm_nwor/_nwor_C.so", tmp_path / machine)
+        header = run("readelf", "-h", tmp_path / machine / "vllm_nwor" / "_nwor_C.so")
+        processor = {"x86_64": "X86-64", "aarch64": "AArch64"}[machine]
+        assert re.search(rf"Machine: .*{processor}$", header, re.MULTILINE)
+
+
 # --- installed next to vLLM ---
 
 VLLM = {
