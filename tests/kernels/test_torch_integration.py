@@ -164,6 +164,7 @@ def test_a_gpu_without_code_is_refused(monkeypatch):
     library = SimpleNamespace(cuda_build="13000 860,900 900")
     library.load_kernels = Mock(side_effect=RuntimeError("no kernel image"))
     monkeypatch.setattr(ops, "load", lambda device_type: library)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     has = "has code of CUDA 13.0 for sm_86, sm_90, and PTX for GPUs from 9.0 on"
     for capability, said in (
         ((8, 0), f"the GPU has compute capability 8.0, and {ops.LIBRARY} {has}; "),

@@ -204,8 +204,10 @@ def load_builtins(device: torch.device) -> SimpleNamespace:
             library.load_kernels(index)
         except RuntimeError as error:
             build = CudaBuild.of(library)
-            capability = torch.cuda.get_device_capability(index)
-            text = build.refusal(capability) or f"{LIBRARY}, which has {build}: {error}"
+            text = None
+            if torch.cuda.is_available():  # its driver is new enough
+                text = build.refusal(torch.cuda.get_device_capability(index))
+            text = text or f"{LIBRARY}, which has {build}: {error}"
             raise NworOpsUnavailable(text) from error
     called = (*AUDIT_NAMES, *CLASSES)
     return SimpleNamespace(**{name: getattr(library, name) for name in called})
