@@ -36,7 +36,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 .DEFAULT_GOAL := help
 .PHONY: help bench picture test serve soak lint format wheel setup models lock deps clean distclean
 .PHONY: gpu-test gpu-bench nightly mutation-check rebuild image image-cpu
-.PHONY: check-vllm test-older test-oldest reach frameworks
+.PHONY: dist emulated check-vllm test-older test-oldest reach frameworks
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) \
@@ -168,6 +168,13 @@ format: setup ## apply the style
 wheel: setup ## build dist/*.whl, with CUDA code if nvcc is found
 	NWOR_CUDA=$(WHEEL_CUDA) $(PY) -m pip wheel . -w dist --no-deps \
 		--no-build-isolation
+
+# Needs nvcc, and Debian's g++-aarch64-linux-gnu for that processor's wheel.
+dist: setup ## build what is published into dist/, wheels and sdist, and check it
+	$(PY) tools/dist.py
+
+emulated: setup ## test the kernels of dist/'s wheel for aarch64 on an emulated CPU
+	$(PY) tools/emulated.py $(ARGS)
 
 # .venv's Python, which has torch, unless PYTHON names another one.
 rebuild: ## bring the native library up to date, with CUDA code if nvcc is found

@@ -11,7 +11,7 @@ set(NWOR_CUDA_ARCHS "80;90;100;120" CACHE STRING "CUDA compute capabilities")
 
 if(NWOR_CUDA)
   foreach(arch IN LISTS NWOR_CUDA_ARCHS)
-    if(NOT arch MATCHES "^([89]|[1-9][0-9])[0-9]")
+    if(NOT arch MATCHES "^([89]|[1-9][0-9])[0-9]$")
       message(FATAL_ERROR "NWOR_CUDA_ARCHS has '${arch}'; must be compute capabilities "
         "of 80 or more: the kernels use __reduce_add_sync, which GPUs have since sm_80.")
     endif()
@@ -26,12 +26,12 @@ if(NWOR_CUDA)
   execute_process(COMMAND ${CMAKE_CUDA_COMPILER} --list-gpu-arch
     OUTPUT_VARIABLE known_archs)
   set(CMAKE_CUDA_ARCHITECTURES "")
-  set(ptx_arch "")
+  set(NWOR_PTX_ARCH "")
   foreach(arch IN LISTS NWOR_CUDA_ARCHS)
     if(known_archs MATCHES "compute_${arch}[^0-9a-z]")
       list(APPEND CMAKE_CUDA_ARCHITECTURES ${arch}-real)
-      if(NOT ptx_arch OR ptx_arch LESS 90)
-        set(ptx_arch ${arch})
+      if(NOT NWOR_PTX_ARCH OR NWOR_PTX_ARCH LESS 90)
+        set(NWOR_PTX_ARCH ${arch})
       endif()
     else()
       message(WARNING "NWOR_CUDA_ARCHS: this nvcc cannot build for ${arch}; left out.")
@@ -43,7 +43,7 @@ if(NWOR_CUDA)
   endif()
   # Other GPUs, later ones too, compile PTX: that of the oldest architecture whose code
   # is like that of the newest (launches that begin early, from 90 on).
-  list(APPEND CMAKE_CUDA_ARCHITECTURES ${ptx_arch}-virtual)
+  list(APPEND CMAKE_CUDA_ARCHITECTURES ${NWOR_PTX_ARCH}-virtual)
   if(NOT CMAKE_CUDA_COMPILER_LOADED)  # vLLM's build has, where it includes this
     enable_language(CUDA)
   endif()
@@ -64,7 +64,8 @@ function(nwor_add_cuda target)
   list(TRANSFORM sources PREPEND ${NWOR_SOURCE_DIR}/)
   target_sources(${target} PRIVATE ${sources})
   # USE_CUDA: PyTorch's headers then declare the current stream.
-  target_compile_definitions(${target} PRIVATE NWOR_CUDA USE_CUDA)
+  target_compile_definitions(${target} PRIVATE NWOR_CUDA USE_CUDA
+    NWOR_PTX_ARCH=${NWOR_PTX_ARCH}0)
   set_target_properties(${target} PROPERTIES
     CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden)
   # The CUDA runtime's threads and dlopen, with versions that older glibcs have, too:

@@ -160,12 +160,23 @@ def test_an_unusable_library_is_refused_with_the_reason(tmp_path):
 
 
 def test_a_gpu_without_code_is_refused(monkeypatch):
-    library = SimpleNamespace(cuda_build="13000 800,900,1000")
+    """A GPU for which there is code fails for another reason, which is reported."""
+    library = SimpleNamespace(cuda_build="13000 860,900 900")
     library.load_kernels = Mock(side_effect=RuntimeError("no kernel image"))
     monkeypatch.setattr(ops, "load", lambda device_type: library)
-    said = "no kernel image. It was built for sm_80, sm_90, sm_100, and NWOR needs a"
-    with pytest.raises(ops.NworOpsUnavailable, match=f"{said} GPU of sm_80 or newer"):
-        ops.load_builtins(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    has = "has code of CUDA 13.0 for sm_86, sm_90, and PTX for GPUs from 9.0 on"
+    for capability, said in (
+        ((8, 0), f"the GPU has compute capability 8.0, and {ops.LIBRARY} {has}; "),
+        ((7, 5), f"the GPU has compute capability 7.5, and {ops.LIBRARY} {has}; "),
+        ((8, 9), f"{ops.LIBRARY}, which {has}: no kernel image"),
+        ((12, 1), f"{ops.LIBRARY}, which {has}: no kernel image"),
+    ):
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda _, c=capability: c
+        )
+        with pytest.raises(ops.NworOpsUnavailable, match=f"^{re.escape(said)}"):
+            ops.load_builtins(torch.device("cuda", 0))
 
 
 def test_an_unknown_device_type_is_refused():

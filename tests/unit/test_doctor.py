@@ -4,6 +4,7 @@
 Without vLLM, or with a broken one: test_packaging.py.
 """
 
+import ctypes
 import subprocess
 import sys
 import time
@@ -54,7 +55,7 @@ def test_no_problem(monkeypatch):
         "torch": torch.__version__,
         "wrapt": "",
         "python": "",
-        "library": f"loads for cpu; built with{'' if ops.has_cuda() else 'out'} CUDA",
+        "library": f"loads for cpu; has {'code of' if ops.has_cuda() else 'no'} CUDA",
         "variable": "VLLM_NWOR_STRICT=1",
         "plugin": "vLLM loads it in each of its processes",
         "mode": "cow, in all processes of a vLLM that is started from here",
@@ -98,6 +99,47 @@ def test_each_problem_is_marked_once_and_changes_the_exit_status(monkeypatch):
     assert f"  plugin     {not_tried}" in lines
     assert (status, lines[-1]) == (1, "problems: 7")
     assert 'Lines that begin with "!"' in lines[-2]
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ("13000 80 86 89 90 100 103 110 120", []),
+        ("0", []),  # neither driver nor GPU
+        ("13000 75 80", ["the GPU has compute capability 7.5, and "]),
+        ("12090 90", ["the driver is one for CUDA 12.9, and the library has "]),
+        ("no output", ["torch cannot list the GPUs: ValueError"]),
+    ],
+)
+def test_gpus_that_the_library_has_no_code_for(found, said, monkeypatch):
+    """By what a process says that may use CUDA; machine code of a lower minor version
+    is enough, and newer GPUs compile PTX."""
+    library = SimpleNamespace(cuda_build="13000 800,900,1000,1200 900")
+    build = ops.CudaBuild.of(library)
+    archs = "code of CUDA 13.0 for sm_80, sm_90, sm_100, sm_120, and PTX for GPUs from "
+    fails = "raise ValueError" if found == "no output" else ""
+    monkeypatch.setattr(doctor, "GPUS", f"print({found!r})\n{fails}")
+    lines = list(doctor.gpus(build, 60))
+    assert len(lines) == len(said)
+    for text, start in zip(problems(lines), said, strict=True):
+        assert text.startswith(start)
+        assert fails or f"has {archs}9.0 on" in text
+
+
+def test_the_process_that_lists_gpus(monkeypatch, capsys):
+    if not torch.cuda.is_available():
+        assert doctor.run_child(doctor.GPUS, 300) == (0, ["0"])
+
+    def get_version(to):
+        to._obj.value = 13000
+
+    driver = SimpleNamespace(cuDriverGetVersion=get_version)
+    monkeypatch.setattr(ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = [(8, 9), (12, 1)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", found.__getitem__)
+    exec(doctor.GPUS)
+    assert capsys.readouterr().out == "13000 89 121\n"
 
 
 def test_a_vllm_process_that_hangs_is_ended_with_its_children(monkeypatch):

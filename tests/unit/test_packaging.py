@@ -18,11 +18,15 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import wrapt
 from docker.utils import exclude_paths
+
+import vllm_nwor
+from tools import dist
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "vllm" / "v1" / "nwor"
@@ -106,7 +110,7 @@ def test_wheel_and_sdist_contain_exactly_the_package(wheel, unpacked, tmp_path):
     assert [one for one in others if not re.match(r"vllm_nwor-[^/]*info/", one)] == []
 
 
-def test_the_wheel_runs_where_the_wheels_of_vllm_do(wheel):
+def test_the_wheel_runs_where_the_wheels_of_vllm_do(wheel, tmp_path):
     """auditwheel knows which libstdc++ goes with which glibc. All other libraries come
     with torch."""
     auditwheel = (sys.executable, "-m", "auditwheel", "show", "--json")
@@ -116,6 +120,14 @@ def test_the_wheel_runs_where_the_wheels_of_vllm_do(wheel):
     assert int(verdict) <= 28
     assert not found["unsupported_isa"]
     assert set(found["external_libs"]) == {"libtorch.so", "libtorch_cpu.so"}
+    # auditwheel sees versions of symbols. One of libstdc++ has none if torch's own
+    # libraries, with which ours is linked, happen to have it.
+    library = Path(zipfile.ZipFile(wheel).extract("vllm_nwor/_nwor_C.so", tmp_path))
+    symbols = run("readelf", "--wide", "--dyn-syms", library)
+    unversioned = re.findall(r"GLOBAL DEFAULT  UND (\w+)$", symbols, re.MULTILINE)
+    known = re.compile("_?Py|aoti_torch_|torch_")
+    assert len(unversioned) > 9
+    assert [name for name in unversioned if not known.match(name)] == []
 
 
 def test_functions_that_moved_in_glibc_2_34_are_linked_as_before(tmp_path):
@@ -147,6 +159,145 @@ def test_the_metadata_is_valid_and_requires_no_build_of_vllm(wheel, sdist):
         "Requires-Dist: torch>=2.11",
         "Requires-Dist: wrapt>=1.16",
     ]
+
+
+# --- what is published (tools/dist.py) ---
+
+
+def test_a_wheel_that_breaks_what_its_name_promises_is_not_published(
+    wheel, tmp_path, monkeypatch
+):
+    """One for CPUs, renamed, with a function of Python that is not in its limited API:
+    every check names what is wrong."""
+    other = wheel.name.replace("_2_28_", "_2_5_")
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        zipfile.ZipFile(tmp_path / other, "w") as changed,
+    ):
+        for name in archive.namelist():
+            content = archive.read(name).replace(
+                b"\0PyTuple_Size\0", b"\0_PyTuple_Siz\0"
+            )
+            changed.writestr(name, content)
+    monkeypatch.setattr(dist, "MOST_BYTES", 9)
+    monkeypatch.setattr(dist, "EXTERNAL", {"libtorch.so"})
+    with pytest.raises(dist.DistError) as error:
+        dist.check_wheel(tmp_path / other, tmp_path)
+    name, said = str(error.value).split(": ", 1)
+    assert name == other
+    platform, needs, code, size, abi3 = said.split("; ", 4)
+    assert re.fullmatch(
+        r"auditwheel finds manylinux_2_\d+_(\w+), its tag is manylinux_2_5_\1", platform
+    )
+    assert needs == "it needs libtorch_cpu.so, which torch has not"
+    assert abi3.startswith("it uses more than Python's limited API: ")
+    assert "_PyTuple_Siz" in abi3
+    assert code.startswith("it must have code for sm_80, sm_86, sm_89, sm_90, sm_100, ")
+    assert re.fullmatch(r"it has \d{6} bytes, more than 9", size)
+
+
+LINK_MAP = """Archive member included to satisfy reference by file (symbol)
+
+/cuda/lib/libcudart_static.a(cudart_static.o)
+                              a.o (cudaMalloc)
+/usr/lib/libc_nonshared.a(atexit.oS)
+                              a.o (atexit)
+"""
+
+
+def test_what_is_linked_in_is_listed_in_the_wheel_with_its_licenses(wheel, tmp_path):
+    licenses = tmp_path / "nvidia_cuda_runtime-13.0.96.dist-info" / "licenses"
+    licenses.mkdir(parents=True)
+    (licenses / "License.txt").write_text("NVIDIA's terms\n")
+    with pytest.raises(dist.DistError, match=r"has code of libz, linked .* libgcc"):
+        dist.linked_in(LINK_MAP + "/usr/lib/libz.a(b.o)\n", "c++", tmp_path)
+    linked = dist.linked_in(LINK_MAP, "c++", tmp_path)
+    (tmp_path / "built").mkdir()
+    before = zipfile.ZipFile(wheel)
+    copy = Path(shutil.copy(wheel, tmp_path / "built"))
+    finished = dist.finish(copy, linked, tmp_path)
+    run(sys.executable, "-m", "twine", "check", "--strict", finished)
+    # Compares each file with the hash in RECORD.
+    run(sys.executable, "-m", "wheel", "unpack", finished, "-d", tmp_path / "unpacked2")
+    archive = zipfile.ZipFile(finished)
+    added = set(archive.namelist()) - set(before.namelist())
+    info = f"vllm_nwor-{vllm_nwor.__version__}.dist-info"
+    files = {"LICENSE.pytorch", "LICENSE.nvidia-cuda"}
+    bill = f"{info}/sboms/vllm_nwor.cdx.json"
+    assert added == {bill, *(f"{info}/licenses/{name}" for name in files)}
+    assert archive.read(f"{info}/licenses/LICENSE.nvidia-cuda") == b"NVIDIA's terms\n"
+    assert b"Redistribution" in archive.read(f"{info}/licenses/LICENSE.pytorch")
+    lines = archive.read(f"{info}/METADATA").decode().splitlines()
+    expression = "Apache-2.0 AND BSD-3-Clause AND LicenseRef-NVIDIA-CUDA-Toolkit-EULA"
+    assert f"License-Expression: {expression}" in lines
+    assert {f"License-File: {name}" for name in files} < set(lines)
+    found = json.loads(archive.read(bill))
+    assert found["metadata"]["component"]["version"] == vllm_nwor.__version__
+    versions = {one["name"]: one["version"] for one in found["components"]}
+    assert versions.pop("NVIDIA CUDA runtime (static)") == "13.0.96"
+    torch = importlib.metadata.version("torch").partition("+")[0]
+    assert versions.pop("PyTorch (headers)") == torch
+    assert [*versions] == ["glibc"]  # and no libgcc
+
+
+def test_the_manifest_names_what_was_built_and_left_out(tmp_path, monkeypatch):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho Cuda tools, release 12.9, V12.9.86\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(
+        dist.DistError, match=r"of release 13\.\d, .* release 12.9, V12"
+    ):
+        dist.cuda_runtime("x86_64", tmp_path)
+    monkeypatch.setattr(dist, "MACHINES", ("none64",))
+    work, out = tmp_path / "work", tmp_path / "dist"
+    work.mkdir()
+    out.mkdir()
+    (out / "vllm_nwor-0.0-old.whl").touch()
+    manifest = dist.make_dist(out, work)
+    assert manifest["left_out"] == {"none64": "none64-linux-gnu-g++ is not installed"}
+    (file,) = manifest["files"]
+    (path,) = out.iterdir()
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert file == {
+        "file": f"vllm_nwor-{vllm_nwor.__version__}.tar.gz",
+        "sha256": digest,
+        "bytes": path.stat().st_size,
+    }
+    assert path.name == file["file"]
+    assert manifest["built_with"]["nvcc"] == "12.9.86"
+    with pytest.raises(dist.DistError, match=r"has no section \[9.9\], the version"):
+        dist.check_version(path.with_name("vllm_nwor-9.9.tar.gz"))
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    with pytest.raises(dist.DistError, match="nvcc is not installed"):
+        dist.cuda_runtime("x86_64", tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+def test_what_is_published_is_complete(tmp_path):
+    """With a wheel for each processor for which there is a compiler."""
+    work, out = tmp_path / "work", tmp_path / "dist"
+    work.mkdir()
+    manifest = dist.make_dist(out, work)
+    wheels = {}
+    for file in manifest["files"]:
+        content = (out / file["file"]).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == file["sha256"]
+        if "platform" in file:
+            wheels[file["platform"].removeprefix("manylinux_2_28_")] = file
+    assert {*wheels, *manifest["left_out"]} == {*dist.MACHINES}
+    assert platform.machine() in wheels
+    for machine, file in wheels.items():
+        archive = zipfile.ZipFile(out / file["file"])
+        (bill,) = (one for one in archive.namelist() if one.endswith(".cdx.json"))
+        names = {one["name"] for one in json.loads(archive.read(bill))["components"]}
+        assert ("libgcc" in names) is (machine == "aarch64")
+        assert "NVIDIA CUDA runtime (static)" in names
+        archive.extract("vllm_nwor/_nwor_C.so", tmp_path / machine)
+        header = run("readelf", "-h", tmp_path / machine / "vllm_nwor" / "_nwor_C.so")
+        processor = {"x86_64": "X86-64", "aarch64": "AArch64"}[machine]
+        assert re.search(rf"Machine: .*{processor}$", header, re.MULTILINE)
 
 
 # --- installed next to vLLM ---
@@ -198,12 +349,19 @@ class Environment:
     def install(self, wheel: Path) -> None:
         self.uv("install", "--no-deps", "--no-index", wheel)
 
-    def run(self, *arguments: str, mode: str | None = None) -> tuple[int, list[str]]:
-        """Exit status and output lines of Python in a folder without vllm/."""
+    def run(
+        self,
+        *arguments: str,
+        mode: str | None = None,
+        user: Sequence[str] = (),
+        **more: str,
+    ) -> tuple[int, list[str]]:
+        """Exit status and output lines of Python in a folder without vllm/. user: a
+        command that starts another without rights. more: variables."""
         env = {name: one for name, one in os.environ.items() if name != "PYTHONPATH"}
-        env |= {} if mode is None else {"VLLM_NWOR_MODE": mode}
+        env |= more if mode is None else {**more, "VLLM_NWOR_MODE": mode}
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        command = [self.python, "-B", *arguments]
+        command = [*user, self.python, "-B", *arguments]
         done = subprocess.run(command, cwd=self.site.parent, env=env, **output)
         return done.returncode, done.stdout.splitlines()
 

@@ -20,7 +20,8 @@ void check_device_sees(const char* op, const char* name, const void* memory) {
 #define NWOR_TEXT(...) #__VA_ARGS__
 #define NWOR_VALUE(...) NWOR_TEXT(__VA_ARGS__)
 const char* cuda_build() {
-  return NWOR_VALUE(CUDART_VERSION) " " NWOR_VALUE(__CUDA_ARCH_LIST__);
+  return NWOR_VALUE(CUDART_VERSION) " " NWOR_VALUE(__CUDA_ARCH_LIST__) " " NWOR_VALUE(
+      NWOR_PTX_ARCH);
 }
 
 }  // namespace nwor

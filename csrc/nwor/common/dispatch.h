@@ -25,7 +25,7 @@ namespace nwor {
 // Refuses host memory that a kernel could not write to; `name`: of the argument.
 void check_device_sees(const char* op, const char* name, const void* memory);
 // What this was compiled with: CUDA's version as it encodes it, and the compute
-// capabilities, e.g. "13000 800,900".
+// capabilities of machine code and PTX, e.g. "13000 800,900 900".
 const char* cuda_build();
 #endif
 

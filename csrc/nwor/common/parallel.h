@@ -8,6 +8,7 @@
 #include <torch/csrc/stable/c/shim.h>
 
 #include <cstdint>
+#include <cstdio>
 #include <exception>
 #include <mutex>
 #include <stdexcept>
@@ -15,9 +16,10 @@
 namespace nwor {
 
 // Calls body(begin, end) for pieces of [0, count), each at least `grain` long
-// except the last. If the body throws, the first exception is thrown again once all
-// pieces have ended: it must not cross PyTorch's C interface, nor leave a thread of
-// PyTorch's.
+// except the last. If the body throws, a std::runtime_error with the text of the first
+// exception is thrown once all pieces have ended: an exception must not cross PyTorch's
+// C interface, nor leave a thread of PyTorch's. Only the text is kept: what copies an
+// exception_ptr is in no libstdc++ before GCC 11's.
 template <typename Body>
 void parallel_for(int64_t count, int64_t grain, const Body& body) {
   if (count <= grain) {
@@ -29,22 +31,22 @@ void parallel_for(int64_t count, int64_t grain, const Body& body) {
   struct Context {
     const Body& body;
     std::mutex is_failing;
-    std::exception_ptr failure;
-  } context{body, {}, nullptr};
+    char failure[1024];
+  } context{body, {}, ""};
   const auto call = [](int64_t begin, int64_t end, void* given) {
     auto& context = *static_cast<Context*>(given);
     try {
       context.body(begin, end);
-    } catch (...) {
+    } catch (const std::exception& error) {
       const std::lock_guard<std::mutex> lock(context.is_failing);
-      if (context.failure == nullptr) {
-        context.failure = std::current_exception();
+      if (context.failure[0] == '\0') {
+        std::snprintf(context.failure, sizeof(context.failure), "%s", error.what());
       }
     }
   };
   const bool is_done = torch_parallel_for(0, count, grain, call, &context) == 0;
-  if (context.failure != nullptr) {
-    std::rethrow_exception(context.failure);
+  if (context.failure[0] != '\0') {
+    throw std::runtime_error(context.failure);
   }
   if (!is_done) {
     throw std::runtime_error("nwor: PyTorch's parallel_for failed");

@@ -3,8 +3,8 @@
 
 It reads vLLM's version, and everything NWOR relies on, from vLLM's source. Only a child
 process imports vLLM and loads its plugins, as each process of vLLM does. So a missing
-or broken vLLM is one more line of the report. The child process has --timeout seconds;
-nothing else waits. CUDA is not initialized.
+or broken vLLM is one more line of the report. A child process has --timeout seconds;
+nothing else waits. CUDA is initialized in a child process only, where there are GPUs.
 
 Exit status: 1 if something would not work; the lines of such problems begin with "!".
 """
@@ -24,11 +24,15 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import __version__
 from .config import AUDIT, ENV_NAMES, MODE, NworConfig, NworConfigError
 from .hooks.versions import VERSIONS
 from .plugin import used_package
+
+if TYPE_CHECKING:
+    from . import ops
 
 # (whether it is fine, the topic, the text)
 Line = tuple[bool, str, str]
@@ -48,6 +52,15 @@ is_loaded = "VLLM_NWOR_MODE" in envs.environment_variables
 if is_loaded:
     from {__package__}.config import NworConfig
 print(NworConfig.from_env().mode.value if is_loaded else "{NOT_LOADED}")
+"""
+# The version of CUDA that the driver is for, and the GPUs' compute capabilities.
+GPUS = """
+import ctypes, torch
+gpus = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+driver = ctypes.c_int()
+if gpus:
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(driver))
+print(driver.value, *(major * 10 + minor for major, minor in gpus))
 """
 
 
@@ -72,7 +85,7 @@ def versions(vllm: Path | None) -> Iterator[Line]:
     yield True, "python", f"{platform.python_version()}, {platform.platform()}"
 
 
-def library(device: str | None) -> Iterator[Line]:
+def library(device: str | None, timeout_s: float = TIMEOUT_S) -> Iterator[Line]:
     """device: "cpu", "cuda", or None for a guess from torch and this machine."""
     try:
         import torch
@@ -82,15 +95,46 @@ def library(device: str | None) -> Iterator[Line]:
         has_gpu = Path("/dev/nvidiactl").exists() and torch.version.cuda
         device = device or ("cuda" if has_gpu else "cpu")
         loaded = ops.load(device)
-        built = "without CUDA code"
-        if ops.has_cuda():
-            version, archs = loaded.cuda_build.split()
-            release = f"{int(version) // 1000}.{int(version) % 1000 // 10}"
-            built = f"with CUDA {release} for {archs}"
+        build = ops.CudaBuild.of(loaded) if ops.has_cuda() else None
     except (ImportError, OSError, RuntimeError) as error:
         yield False, "library", str(error)
         return
-    yield True, "library", f"loads for {device}; built {built}, {ops.LIBRARY}"
+    has = f"has {build}" if build else "has no CUDA code"
+    yield True, "library", f"loads for {device}; {has}, {ops.LIBRARY}"
+    if device == "cuda" and build:
+        yield from gpus(build, timeout_s)
+
+
+def gpus(build: ops.CudaBuild, timeout_s: float) -> Iterator[Line]:
+    """Can the GPUs run the library's code? A child process asks CUDA."""
+    status, output = run_child(GPUS, timeout_s)
+    if status != 0:
+        yield False, "gpu", f"torch cannot list the GPUs: {output[-1]}"
+        return
+    driver, *found = map(int, output[-1].split())
+    if found and driver < 1000 * int(build.cuda.split(".")[0]):
+        has = f"the driver is one for CUDA {driver // 1000}.{driver % 1000 // 10}"
+        yield False, "gpu", f"{has}, and the library has {build}"
+    for capability in sorted({divmod(one, 10) for one in found}):
+        if problem := build.refusal(capability):
+            yield False, "gpu", problem
+
+
+def run_child(code: str, timeout_s: float) -> tuple[int | None, list[str]]:
+    """Runs a Python program: its exit status, None if it took too long, and all lines
+    that it wrote, at least one."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        return None, [f"took {timeout_s:g} s and was ended; --timeout sets the limit"]
+    return done.returncode, done.stdout.splitlines() or ["without output"]
 
 
 def bad_values() -> tuple[str, ...]:
@@ -120,22 +164,12 @@ def processes(timeout_s: float = TIMEOUT_S) -> Iterator[Line]:
     if bad_values():
         yield True, "plugin", "not tried: with the values above vLLM does not start"
         return
-    command = [sys.executable, "-P", "-c", CHILD]
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout_s,
-        )
-    except subprocess.TimeoutExpired:
-        text = f"a process that imports vLLM and loads its plugins took {timeout_s:g} s"
-        yield False, "plugin", f"{text} and was ended; --timeout sets the limit"
+    status, (*output, last) = run_child(CHILD, timeout_s)
+    if status is None:
+        text = "a process that imports vLLM and loads its plugins"
+        yield False, "plugin", f"{text} {last}"
         return
-    *output, last = done.stdout.splitlines() or ["without output"]
-    if done.returncode != 0:
+    if status != 0:
         yield False, "plugin", f"a process of vLLM does not start: {last}"
         return
     if last != NOT_LOADED:
@@ -188,7 +222,7 @@ def main() -> int:
     options = parser.parse_args()
     spec = importlib.util.find_spec("vllm")
     vllm = Path(spec.origin).parent if spec is not None and spec.origin else None
-    parts = [versions(vllm), library(options.device), variables()]
+    parts = [versions(vllm), library(options.device, options.timeout), variables()]
     if vllm is not None:
         parts += [processes(options.timeout), hooks(vllm)]
     num_problems = 0

@@ -39,7 +39,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -204,12 +204,12 @@ def load_builtins(device: torch.device) -> SimpleNamespace:
         try:
             library.load_kernels(index)
         except RuntimeError as error:
-            archs = library.cuda_build.split()[1].split(",")
-            built_for = ", ".join(f"sm_{arch.removesuffix('0')}" for arch in archs)
-            raise NworOpsUnavailable(
-                f"{LIBRARY}: {error}. It was built for {built_for}, and NWOR needs a "
-                "GPU of sm_80 or newer; NWOR_CUDA_ARCHS chooses others for a build"
-            ) from error
+            build = CudaBuild.of(library)
+            text = None
+            if torch.cuda.is_available():  # its driver is new enough
+                text = build.refusal(torch.cuda.get_device_capability(index))
+            text = text or f"{LIBRARY}, which has {build}: {error}"
+            raise NworOpsUnavailable(text) from error
     called = (*AUDIT_NAMES, *CLASSES)
     return SimpleNamespace(**{name: getattr(library, name) for name in called})
 
@@ -236,6 +236,39 @@ def synchronizing(ops: Any, device: torch.device) -> SimpleNamespace:
         return lambda *made_of: _Synchronizing(of(*made_of), device)
 
     return SimpleNamespace(**{name: wrapped(getattr(ops, name)) for name in CLASSES})
+
+
+class CudaBuild(NamedTuple):
+    """What the library's CUDA code was built with, and for which GPUs."""
+
+    cuda: str  # release of CUDA, "13.0"; the driver must be as new
+    machine_code: list[tuple[int, int]]  # compute capabilities
+    ptx: tuple[int, int]  # newer GPUs compile it
+
+    @classmethod
+    def of(cls, library: ModuleType) -> CudaBuild:
+        """Of a library with CUDA code, whose constant is like "13000 800,900 900"."""
+        version, archs, ptx = library.cuda_build.split()
+        release = f"{int(version) // 1000}.{int(version) % 1000 // 10}"
+        capabilities = [divmod(int(arch) // 10, 10) for arch in archs.split(",")]
+        return cls(release, capabilities, divmod(int(ptx) // 10, 10))
+
+    def __str__(self) -> str:
+        archs = ", ".join(f"sm_{major}{minor}" for major, minor in self.machine_code)
+        ptx = "{}.{}".format(*self.ptx)
+        return f"code of CUDA {self.cuda} for {archs}, and PTX for GPUs from {ptx} on"
+
+    def refusal(self, capability: tuple[int, int]) -> str | None:
+        """A sentence if GPUs of this compute capability cannot run the code."""
+        major, minor = capability
+        # Machine code runs where the minor version is the same or higher.
+        has_code = any(a == major and b <= minor for a, b in self.machine_code)
+        if has_code or capability >= self.ptx:
+            return None
+        return (
+            f"the GPU has compute capability {major}.{minor}, and {LIBRARY} has {self}"
+            "; NWOR_CUDA_ARCHS chooses others, of 80 or more, for a build"
+        )
 
 
 def has_cuda() -> bool:
