@@ -39,7 +39,9 @@ html_theme = "furo"
 html_show_copyright = False
 myst_heading_anchors = 4
 autodoc_mock_imports = ["torch"]
-autodoc_typehints = "description"
+autodoc_typehints = "signature"
+napoleon_use_ivar = True
+highlight_language = "text"
 default_role = "code"
 
 

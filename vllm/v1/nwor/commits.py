@@ -44,7 +44,8 @@ class KvVersionSpan(NamedTuple):
             their epoch where they have none, None where it is not known, as for KV that
             a connector loaded. Neighbouring spans are of different weights, even if a
             user gave them the same label.
-        start, end: `end` not included.
+        start: first position.
+        end: not included.
     """
 
     version: str | None
@@ -57,9 +58,10 @@ class Commit(NamedTuple):
 
     Attributes:
         request_id: as the engine core and its KV connectors have it.
-        start, end: positions that the step wrote and that hold the request's tokens,
-            `end` not included; all positions before them do, too. Drafts that were
-            accepted after a stop stay in the cache, but are not tokens of the request.
+        start: first position that the step wrote and that holds a token of the request.
+        end: one past the last of them; all positions before `end` hold its tokens.
+            Drafts that were accepted after a stop stay in the cache, but are not tokens
+            of the request.
         num_rejected: drafts of the step that were rejected.
         block_ids: for each KV-cache group the blocks of [start, end), in order, read
             before vLLM frees them. Empty for groups that are not slot based.
