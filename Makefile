@@ -202,6 +202,7 @@ docs: .venv-docs/installed ## build the site of the documents in build/site, che
 
 nvcc: ## install CUDA's compiler from the package index, where there is none
 	$(PYTHON) -m pip install -q --no-deps --upgrade --target $(NVCC) -r requirements/nvcc.txt
+	ln -sfn lib $(NVCC)/nvidia/cu13/lib64
 
 setup: ## make .venv and the native library, or bring them up to date
 	@tools/setup/check_system.sh

@@ -70,6 +70,7 @@ RUN python3 -m pip uninstall -q -y vllm-nwor wrapt \\
     && mkdir -p /tmp/deb/usr/local /tmp/deb/DEBIAN /opt/apt \\
     && mv /tmp/nvcc/nvidia/cu13 /usr/local/cuda \\
     && mv /tmp/runtime/nvidia/cu13 /tmp/deb/usr/local/cuda \\
+    && ln -s lib /usr/local/cuda/lib64 \\
     && printf '%s\\n' 'Package: cuda-cudart-dev-13-0' 'Version: 13.0' \\
         'Architecture: all' 'Maintainer: none' 'Description: stand-in' \\
         >/tmp/deb/DEBIAN/control \\
