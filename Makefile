@@ -26,7 +26,7 @@ export NWOR_CUDA ?= OFF
 export PYTHON
 # Byte code, written by the first imports, makes starts of vLLM 10 s faster.
 unexport PYTHONDONTWRITEBYTECODE
-# Behind others: what make nvcc has installed.
+# Behind others: what make nvcc has installed, which wheels are then built with.
 NVCC := build/nvcc
 export PATH := $(PATH):$(CURDIR)/$(NVCC)/nvidia/cu13/bin
 # Models are local, and nothing is reported anywhere.
@@ -200,8 +200,8 @@ docs: .venv-docs/installed ## build the site of the documents in build/site, che
 	.venv-docs/bin/python -m pip install -q -r $<
 	touch $@
 
-nvcc: ## install CUDA's compiler from the package index, where there is none
-	$(PYTHON) -m pip install -q --no-deps --upgrade --target $(NVCC) -r requirements/nvcc.txt
+nvcc: setup ## install CUDA's compiler from the package index, where there is none
+	$(PY) -m pip install -q --no-deps --upgrade --target $(NVCC) -r requirements/nvcc.txt
 	ln -sfn lib $(NVCC)/nvidia/cu13/lib64
 
 setup: ## make .venv and the native library, or bring them up to date
