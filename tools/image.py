@@ -210,14 +210,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     remove()
     STORAGE.mkdir(parents=True)
-    status = 0
+    status, about = 0, environment.describe("cpu", ROOT)
     try:
         for device in ("cpu", "gpu"):
             found = check(device)
             is_right, found["outcome"] = outcome(found)
             status |= not is_right
             print(json.dumps(found, indent=1))
-            about = environment.describe("cpu", ROOT)
             about["versions"] = found.pop("versions")
             key = {"case": "images", "image": device, "vllm": records.vllm(about)}
             line = {"key": key, **about, "command": "make image-check", "found": found}
