@@ -26,6 +26,9 @@ export NWOR_CUDA ?= OFF
 export PYTHON
 # Byte code, written by the first imports, makes starts of vLLM 10 s faster.
 unexport PYTHONDONTWRITEBYTECODE
+# Behind others: what make nvcc has installed, which wheels are then built with.
+NVCC := build/nvcc
+export PATH := $(PATH):$(CURDIR)/$(NVCC)/nvidia/cu13/bin
 # Models are local, and nothing is reported anywhere.
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
@@ -36,7 +39,8 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 .DEFAULT_GOAL := help
 .PHONY: help bench picture test serve soak lint format wheel setup models lock deps clean distclean
 .PHONY: gpu-test gpu-bench nightly mutation-check rebuild image image-cpu
-.PHONY: dist emulated check-vllm test-older test-oldest reach frameworks
+.PHONY: dist emulated check-vllm test-older test-oldest reach frameworks docs image-check
+.PHONY: nvcc
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) \
@@ -81,6 +85,7 @@ nightly: models ## what takes too long for make test: faults, simulation, random
 		--json $(RESULTS)/simulation.jsonl --seed $(or $(SEED),$(shell date +%s))
 	$(PY) -m pytest -m nightly $(ARGS)
 	$(MAKE) test-oldest
+	$(MAKE) docs image-check
 
 # Suffix decoding only where arctic-inference is installed. What vLLM itself cannot run
 # on a CPU is left out: 0.26 and 0.29 want weights that a checkpoint of Gemma 3n has not
@@ -157,6 +162,8 @@ lint: setup ## check style, types, imports and sizes
 	$(if $(SOURCES),.venv/bin/clang-format --dry-run -Werror $(SOURCES))
 	.venv/bin/shellcheck $(SCRIPTS)
 	.venv/bin/hadolint $(DOCKERFILES)
+	.venv/bin/actionlint -shellcheck .venv/bin/shellcheck
+	.venv/bin/zizmor --offline --quiet --min-severity medium .github
 	$(PY) tools/results/render.py --check
 	$(PY) tools/sizes.py
 
@@ -186,6 +193,24 @@ image: ## build the container image vllm-nwor, for GPUs (DOCKER=podman)
 
 image-cpu: ## build the container image vllm-nwor:cpu
 	$(DOCKER) build $(ARGS) -f docker/Dockerfile.cpu -t vllm-nwor:cpu .
+
+# As root, with Debian's buildah and mmdebstrap.
+image-check: models ## build both images on stand-ins for their bases, and run the CPU's
+	@mkdir -p $(RESULTS)
+	$(PY) tools/image.py --json $(RESULTS)/cases.jsonl $(ARGS)
+
+docs: .venv-docs/installed ## build the site of the documents in build/site, check links
+	.venv-docs/bin/python -m sphinx -q -W --keep-going -c docs -d build/docs . build/site
+	cp build/site/README.html build/site/index.html
+
+.venv-docs/installed: requirements/docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install -q -r $<
+	touch $@
+
+nvcc: setup ## install CUDA's compiler from the package index, where there is none
+	$(PY) -m pip install -q --no-deps --upgrade --target $(NVCC) -r requirements/nvcc.txt
+	ln -sfn lib $(NVCC)/nvidia/cu13/lib64
 
 setup: ## make .venv and the native library, or bring them up to date
 	@tools/setup/check_system.sh

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """NworConfig: defaults, allowed values, and the exact message for a bad one."""
 
+import json
 import re
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
+import yaml
 
 from vllm_nwor.config import (
     ENV_NAMES,
@@ -121,3 +124,27 @@ def test_every_variable_is_documented():
     assert set(re.findall(r"^\| `(VLLM_NWOR_\w+)` \|", text, re.MULTILINE)) == set(
         ENV_NAMES
     )
+
+
+def test_the_kubernetes_example_gives_every_process_the_variables():
+    """And is what Kubernetes allows. A Service's name puts variables there, too."""
+    text = (Path(__file__).resolve().parents[2] / "docs/kubernetes.yaml").read_text()
+    config, deployment, service = documents = list(yaml.safe_load_all(text))
+    for document in documents:
+        kubernetes_validate.validate(document, "1.33", strict=True)
+
+    template = deployment["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    ((source,),) = (one.values() for one in container["envFrom"])
+    assert source["name"] == config["metadata"]["name"]
+    assert config["data"].keys() <= set(ENV_NAMES)
+    NworConfig.from_env(config["data"])
+    assert template["spec"]["enableServiceLinks"] is False
+    assert not service["metadata"]["name"].startswith("vllm")
+
+    (port,) = container["ports"]
+    annotations = template["metadata"]["annotations"]
+    assert annotations["prometheus.io/port"] == str(port["containerPort"])
+    assert service["spec"]["ports"][0]["targetPort"] == port["name"]
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    json.loads(container["args"][-1].removeprefix("--speculative-config="))

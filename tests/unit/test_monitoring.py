@@ -68,3 +68,14 @@ def test_the_dashboard_has_what_grafana_requires_and_shows_every_metric():
     ours = {f"vllm:nwor_{name}_total" for name in (*COUNTERS, "fallbacks", *audits)}
     shown = set(re.findall(r"vllm:nwor\w+", monitoring.DASHBOARD.read_text()))
     assert shown == ours | {"vllm:nwor_info"}
+
+
+def test_documents_name_only_metrics_of_the_dashboard():
+    """Which shows every one."""
+
+    def named(text: str) -> set[str]:
+        return {one.removesuffix("_total") for one in re.findall(r"vllm:nwor\w+", text)}
+
+    ours = named(monitoring.DASHBOARD.read_text()) | {"vllm:nwor_"}
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        assert named(path.read_text()) <= ours, path.name

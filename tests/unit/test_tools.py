@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tools whose failures would go unnoticed: gpu_run.sh must report each failing step,
-`make serve` must leave no process, and each mutation must fit the code it mutates."""
+`make serve` must leave no process, each mutation must fit the code it mutates,
+workflows must run targets that exist, an image that does not protect is wrong."""
 
 import os
+import re
 import shutil
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tools import mutation_check
+from tools import image, mutation_check
 from tools.setup import make_models
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,3 +154,45 @@ def test_each_mutation_fits_the_code_it_mutates():
         text = (ROOT / mutation.file).read_text(encoding="utf-8")
         assert text.count(mutation.old) == 1, mutation.name
         assert mutation.new != mutation.old
+
+
+def test_workflows_run_targets_of_the_makefile():
+    """So that what they do runs in a checkout, too."""
+    targets = re.findall(r"^([a-z-]+):(?!=)", (ROOT / "Makefile").read_text(), re.M)
+    run = []
+    for file in (ROOT / ".github/workflows").glob("*.yml"):
+        for job in yaml.safe_load(file.read_text())["jobs"].values():
+            matrix = job.get("strategy", {}).get("matrix", {}).get("target", [""])
+            for step in job.get("steps", ()):
+                called = re.fullmatch(r"make (.*)", step.get("run", ""))
+                words = called[1] if called else ""
+                for target in matrix if "${{" in words else [words]:
+                    run += target.split()
+    assert {"lint", "test", "docs", "dist"} <= set(run) <= set(targets)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"user": "0"},
+        {"resolved": ["cow"]},
+        {"counters": {"committed_tokens": 0}},
+        {"counters": {"fallbacks": 1}},
+        {"counters": {"breaches": 1}},
+    ],
+)
+def test_an_image_that_is_not_as_documented_fails(wrong):
+    counters = {"committed_tokens": 25.0, "fallbacks": 0.0, "breaches": 0.0}
+
+    def outcome(**changes):
+        counts = counters | changes.pop("counters", {})
+        named = {f"vllm:nwor_{name}": count for name, count in counts.items()}
+        return image.outcome(
+            {"user": "2000", "resolved": ["stage"], "counters": named, **changes}
+        )
+
+    assert outcome() == (True, "served")
+    is_right, said = outcome(**wrong)
+    assert not is_right
+    assert said != "served"
+    assert image.outcome({"user": "2000"}) == (True, "built")

@@ -39,11 +39,13 @@ class KvVersionSpan(NamedTuple):
     """Positions of a request, prompt and output together, that one version of the
     weights computed.
 
-    version: the label of the weights (vLLM's weight version), "#" and the number of
-        their epoch where they have none, None where it is not known, as for KV that a
-        connector loaded. Neighbouring spans are of different weights, even if a user
-        gave them the same label.
-    start, end: `end` not included.
+    Attributes:
+        version: the label of the weights (vLLM's weight version), "#" and the number of
+            their epoch where they have none, None where it is not known, as for KV that
+            a connector loaded. Neighbouring spans are of different weights, even if a
+            user gave them the same label.
+        start: first position.
+        end: not included.
     """
 
     version: str | None
@@ -54,17 +56,19 @@ class KvVersionSpan(NamedTuple):
 class Commit(NamedTuple):
     """What one step left of one request in the KV cache.
 
-    request_id: as the engine core and its KV connectors have it.
-    start, end: positions that the step wrote and that hold the request's tokens, `end`
-        not included; all positions before them do, too. Drafts that were accepted after
-        a stop stay in the cache, but are not tokens of the request.
-    num_rejected: drafts of the step that were rejected.
-    block_ids: for each KV-cache group the blocks of [start, end), in order, read before
-        vLLM frees them. Empty for groups that are not slot based.
-    weights: number and label of the weights that computed the step, if the KV audit is
-        on; without it epoch 0.
-    found: with the audit, on a request's first commit, and on the first after a
-        preemption: the versions of [0, start), which was found and not computed.
+    Attributes:
+        request_id: as the engine core and its KV connectors have it.
+        start: first position that the step wrote and that holds a token of the request.
+        end: one past the last of them; all positions before `end` hold its tokens.
+            Drafts that were accepted after a stop stay in the cache, but are not tokens
+            of the request.
+        num_rejected: drafts of the step that were rejected.
+        block_ids: for each KV-cache group the blocks of [start, end), in order, read
+            before vLLM frees them. Empty for groups that are not slot based.
+        weights: number and label of the weights that computed the step, if the KV audit
+            is on; without it epoch 0.
+        found: with the audit, on a request's first commit, and on the first after a
+            preemption: the versions of [0, start), which was found and not computed.
     """
 
     request_id: str

@@ -3,6 +3,7 @@
 
 csrc/nwor implements the ops for the CPU and for CUDA. There are two ways to call them,
 with the same checks and messages:
+
 - `torch.ops._C_cache_ops`, or the attributes of this module, which are the same
   objects: the public way for the five ops of the transaction. They are ops of PyTorch,
   so they can be traced, compiled and captured.
