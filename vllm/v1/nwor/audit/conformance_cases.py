@@ -243,7 +243,7 @@ def wrong_offset(bench: Bench) -> None:
 
     def bend(before: Any, blocks: list[int]) -> None:
         found = [[run.clone() for run in bench.rows(block)] for block in blocks]
-        bench.put(found[-1:] + found[:-1], blocks)
+        bench.put(before[:1] + found[:-1], blocks)
 
     _planted(bench, bend)
 

@@ -75,7 +75,11 @@ def junit(results: Sequence[Result], connector: str) -> bytes:
         ElementTree.SubElement(properties, "property", name=name, value=value)
     for result in results:
         case = ElementTree.SubElement(
-            suite, "testcase", classname=connector, name=result.case
+            suite,
+            "testcase",
+            classname=connector,
+            name=result.case,
+            time=f"{result.report.seconds:.3f}",
         )
         why = "\n".join(_why(result))
         tag = {State.BREACH: "failure", State.NOT_EXERCISED: "skipped"}
@@ -95,7 +99,7 @@ def as_json(
         }
         for name in ("case", "report"):  # the report has every token
             of_case = case.pop(name)
-        for name in ("loads", "verified", "unverified", "findings"):
+        for name in ("loads", "verified", "unverified", "findings", "seconds"):
             case[name] = of_case[name]
     about = {"connector": connector, "config": dict(config), "versions": versions()}
     return about | {"cases": cases}

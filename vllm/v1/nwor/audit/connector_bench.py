@@ -64,7 +64,7 @@ class Report:
     loaded, where it did. wanted: a request -> whether it has to load, as the case says.
     broken: sentences on the connector's contract. skipped: why the case says nothing.
     findings: the audit's first ones. verified, unverified: loaded slots, as the audit
-    counts them. unfreed: blocks. died: how the engine ended.
+    counts them. unfreed: blocks. died: how the engine ended. seconds: took the case.
     """
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -79,6 +79,7 @@ class Report:
     unverified: int = 0
     unfreed: int = 0
     died: str = ""
+    seconds: float = 0.0
 
 
 class WrongArgument(ValueError):
@@ -216,8 +217,7 @@ class ConnectorBench(Bench):
             received = set((found[1] if is_tuple else found.finished_recving) or ())
             self.num_failed += len(getattr(found, "failed_recving", None) or ())
             received |= self._held
-            self._held = received if self.is_held else set()
-            received -= self._held
+            self._held, received = (received, set()) if self.is_held else (set(), received)
             if self.loaded is not None and received:
                 self.loaded(received)
             if is_tuple:
@@ -399,11 +399,13 @@ def main() -> None:
         for name in request.cases:
             send(begins=name)
             faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
+            started = time.monotonic()
             try:
                 report = bench.play(list(CASES).index(name), CASES[name].play)
             except Exception as error:
                 bench.report.died = cause(error, bench.connector)
                 report = bench.report
+            report.seconds = time.monotonic() - started
             send(case=name, report=vars(report))
             if report.died or report.unfreed:
                 return  # what it leaves is not for other cases
