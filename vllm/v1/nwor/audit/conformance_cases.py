@@ -33,10 +33,9 @@ class Case:
 
 
 def store_load(bench: Bench) -> None:
-    """A text comes again when the local prefix cache was reset."""
+    """A text comes again when the local prefix cache has lost it."""
     text = bench.text(1, 100)
     bench.ask("first", text)
-    bench.llm.reset_prefix_cache()
     bench.evict()
     bench.ask("again", text)
     bench.must_load("again")

@@ -254,8 +254,10 @@ class ConnectorBench(Bench):
         self.run()
 
     def evict(self) -> None:
-        """Other texts take all blocks of the local prefix cache."""
+        """The local prefix cache is reset, and other texts are written to its blocks;
+        the connector's store stays."""
         self.num_evictions += 1
+        self.llm.reset_prefix_cache()
         length = self._num_free * self.block_size // 2
         for part in range(2):
             seed = 500 + 2 * self.num_evictions + part
