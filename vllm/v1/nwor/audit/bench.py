@@ -72,6 +72,12 @@ class Bench:
                 "enable_prefix_caching": True,
                 "max_num_batched_tokens": 128,
                 "max_model_len": 256,
+                "speculative_config": {
+                    "method": "ngram",
+                    "num_speculative_tokens": NUM_DRAFTS,
+                    "prompt_lookup_min": 1,
+                    "prompt_lookup_max": 3,
+                },
             }
             if isinstance(model, dict):
                 (Path(folder) / "config.json").write_text(json.dumps(model))
@@ -83,12 +89,6 @@ class Bench:
                 max_num_seqs=8,
                 disable_log_stats=True,
                 seed=0,
-                speculative_config={
-                    "method": "ngram",
-                    "num_speculative_tokens": NUM_DRAFTS,
-                    "prompt_lookup_min": 1,
-                    "prompt_lookup_max": 3,
-                },
                 **defaults | arguments,
             )
             # As with a KV connector with known transfers.
@@ -112,7 +112,8 @@ class Bench:
         self.outputs: dict[str, Any] = {}
         self.preempted: set[str] = set()
         self.with_hits: set[str] = set()
-        self._spoil_drafts()
+        if engine_args.speculative_config:
+            self._spoil_drafts()
 
     def _spoil_drafts(self) -> None:
         """Makes the last draft of each request a wrong one: something is rejected."""

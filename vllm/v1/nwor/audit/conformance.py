@@ -45,16 +45,22 @@ BUDGET = {
     "max_num_batched_tokens": 256,
     "max_model_len": 352,
 }
+WITHOUT_DRAFTS = {"speculative_config": None}  # they take 10 s to compile
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "base": ({}, BUDGET),
-    "adapter": ({}, BUDGET | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}),
+    "adapter": (
+        {},
+        BUDGET
+        | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+        | WITHOUT_DRAFTS,
+    ),
     "sliding": (
         {
             "architectures": ["MistralForCausalLM"],
             "model_type": "mistral",
             "sliding_window": WINDOW,
         },
-        BUDGET,
+        BUDGET | WITHOUT_DRAFTS,
     ),
 }
 

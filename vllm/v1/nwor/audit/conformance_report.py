@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
-from rich.table import Table
+from rich.table import Column, Table
 
 from .conformance import CASES, Result, State, run
 
@@ -43,7 +44,7 @@ def _styled(state: State) -> str:
 
 def _table(results: Sequence[Result]) -> Table:
     columns = [*results[0].verdicts]
-    table = Table("case", *columns, "verdict")
+    table = Table(Column("case", no_wrap=True), *columns, "verdict", box=SIMPLE)
     for result in results:
         states = [result.verdicts[name].state for name in columns]
         cells = ["-" if s is State.NOT_EXERCISED else _styled(s) for s in states]

@@ -257,6 +257,7 @@ class ConnectorBench(Bench):
         """The local prefix cache is reset, and other texts are written to its blocks;
         the connector's store stays."""
         self.num_evictions += 1
+        self.settle()
         self.llm.reset_prefix_cache()
         length = self._num_free * self.block_size // 2
         for part in range(2):
@@ -338,7 +339,7 @@ class ConnectorBench(Bench):
         self.clear()
         totals, findings = self.audit.totals(), self.observer.findings.num_findings
         case(self)
-        self._settle()
+        self.settle()
         report.unfreed = self._num_free - self._pool.get_num_free_blocks()
         for name, output in self.outputs.items():
             if output.finished and output.outputs[0].finish_reason != "abort":
@@ -353,13 +354,15 @@ class ConnectorBench(Bench):
         report.findings = [one.line() for one in self.found][:4]
         return report
 
-    def _settle(self) -> None:
-        """Lets transfers end: steps with a short request until all blocks are free."""
+    def settle(self) -> None:
+        """Lets transfers end: a step without requests, then with short ones, until all
+        blocks are free."""
         for number in range(50):
-            self.ask(f"settles{number}", self.text(900 + number, 5), 2)
+            self.llm.step()
             if self._pool.get_num_free_blocks() == self._num_free:
                 return
             time.sleep(0.01)
+            self.ask(f"settles{number}", self.text(900 + number, 5), 2)
 
 
 def _short(name: str) -> str:
