@@ -36,6 +36,7 @@ KIT_VARIABLES = {
     "VLLM_NWOR_MODE": "off",
     "VLLM_NWOR_STRICT": "0",
     "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",  # else it sets OpenMP's number
 }
 
 

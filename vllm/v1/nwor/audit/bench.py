@@ -140,7 +140,9 @@ class Bench:
 
         how = {"temperature": 0, "ignore_eos": True, "detokenize": False, "logprobs": 0}
         params = SamplingParams(max_tokens=max_tokens, **how)
-        text = {"prompt_token_ids": list(tokens)} | ({"cache_salt": salt} if salt else {})
+        text = {"prompt_token_ids": list(tokens)} | (
+            {"cache_salt": salt} if salt else {}
+        )
         self.added.append(name)
         self.llm.add_request(name, text, params, lora_request=adapter)
 

@@ -171,7 +171,9 @@ def conclude(case: Case, verdicts: Mapping[str, Verdict]) -> State:
 def make_model(folder: Path, changes: Mapping[str, Any]) -> str:
     """A small model whose outputs depend on each token of its text."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     torch.manual_seed(0)
     config = AutoConfig.for_model(**MODEL | {"initializer_range": 0.15} | changes)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -262,6 +264,34 @@ def play(
     return reports
 
 
+def prepare(
+    engine: str, model: str | None, folder: Path, cases: Sequence[str]
+) -> Request:
+    """For an engine of ENGINES without a connector, and those of `cases` that it has to
+    play. Makes what it needs in `folder`. model: as in `run`."""
+    changes, arguments = ENGINES[engine]
+    names = tuple(name for name in cases if CASES[name].engine == engine)
+    path = model if model and not changes else make_model(folder / engine, changes)
+    adapters: Sequence[str] = ()
+    if "enable_lora" in arguments:
+        adapters = [make_adapter(folder / str(n), n, path) for n in (1, 2)]
+    return Request(names, None, {}, path, arguments, adapters)
+
+
+def results(
+    cases: Sequence[str], founds: Mapping[str, Report], truths: Mapping[str, Report]
+) -> Iterator[Result]:
+    """truths: of an engine without a connector."""
+    for name in cases:
+        case, found, truth = CASES[name], founds[name], truths[name]
+        verdicts = judge(case, found, truth)
+        if truth.died:
+            text = f"without a connector: {truth.died}"
+            nothing = Verdict(State.NOT_EXERCISED, text)
+            verdicts = dict.fromkeys(verdicts, nothing)
+        yield Result(name, case.about, conclude(case, verdicts), verdicts, found)
+
+
 def run(
     connector: str,
     config: Mapping[str, Any],
@@ -275,35 +305,16 @@ def run(
     Raises:
         WrongArgument: the connector or the model cannot be had.
     """
-    with tempfile.TemporaryDirectory(prefix="vllm-nwor-") as temporary:
-        folder = Path(temporary)
-        for engine, (changes, arguments) in ENGINES.items():
-            names = tuple(name for name in cases if CASES[name].engine == engine)
-            if not names:
-                continue
-            say(f"the model of engine {engine}")
-            path = model if model and not changes else ""
-            path = path or make_model(folder / engine, changes)
-            adapters: Sequence[str] = ()
-            if "enable_lora" in arguments:
-                adapters = [make_adapter(folder / str(n), n, path) for n in (1, 2)]
-            alone = Request(names, None, {}, path, arguments, adapters)
+    engines = {CASES[name].engine for name in cases}
+    with tempfile.TemporaryDirectory(prefix="vllm-nwor-") as folder:
+        for engine in [engine for engine in ENGINES if engine in engines]:
+            alone = prepare(engine, model, Path(folder), cases)
             truths = play(replace(alone, checks=connector), say, is_quiet)
-            if path == model and engine == "base":
-                died = truths[names[0]].died
-                if died.startswith(NO_START):
-                    raise WrongArgument(
-                        f"--model is {model!r}: {died}; must be the folder of a Hugging "
-                        "Face model that vLLM runs on a CPU, or the name of a cached one"
-                    )
+            died = truths[alone.cases[0]].died
+            if model and engine == "base" and died.startswith(NO_START):
+                raise WrongArgument(
+                    f"--model is {model!r}: {died}; must be the folder of a Hugging "
+                    "Face model that vLLM runs on a CPU, or the name of a cached one"
+                )
             with_it = replace(alone, connector=connector, config=dict(config))
-            founds = play(with_it, say, is_quiet)
-            for name in names:
-                case, found, truth = CASES[name], founds[name], truths[name]
-                verdicts = judge(case, found, truth)
-                if truth.died:
-                    text = f"without a connector: {truth.died}"
-                    no = Verdict(State.NOT_EXERCISED, text)
-                    verdicts = dict.fromkeys(verdicts, no)
-                state = conclude(case, verdicts)
-                yield Result(name, case.about, state, verdicts, found)
+            yield from results(alone.cases, play(with_it, say, is_quiet), truths)

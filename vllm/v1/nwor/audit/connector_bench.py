@@ -119,7 +119,9 @@ class ConnectorBench(Bench):
         self.folder, self.connector = Path(folder), None
         if request.connector:
             fields, self.connector = find_connector(request.connector)
-            config = json.dumps(request.config).replace(FOLDER, json.dumps(folder)[1:-1])
+            config = json.dumps(request.config).replace(
+                FOLDER, json.dumps(folder)[1:-1]
+            )
             fields["kv_connector_extra_config"] = json.loads(config)
             fields["kv_load_failure_policy"] = "recompute"
             arguments["kv_transfer_config"] = fields
@@ -217,7 +219,9 @@ class ConnectorBench(Bench):
             received = set((found[1] if is_tuple else found.finished_recving) or ())
             self.num_failed += len(getattr(found, "failed_recving", None) or ())
             received |= self._held
-            self._held, received = (received, set()) if self.is_held else (set(), received)
+            self._held, received = (
+                (received, set()) if self.is_held else (set(), received)
+            )
             if self.loaded is not None and received:
                 self.loaded(received)
             if is_tuple:
