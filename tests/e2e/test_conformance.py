@@ -20,8 +20,8 @@ from xml.etree import ElementTree
 
 import pytest
 import vllm
-
 from benchmarks import environment, records
+
 from tests.helpers.environment import REPO, subprocess_env
 from tests.helpers.host_offloading import CONNECTOR
 from tests.helpers.reach import FOLDER_VARIABLE

@@ -175,7 +175,7 @@ def make_model(folder: Path, changes: Mapping[str, Any]) -> str:
 
     disable_progress_bar()
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**MODEL | {"initializer_range": 0.15} | changes)
+    config = AutoConfig.for_model(**{**MODEL, "initializer_range": 0.15, **changes})
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return str(folder)
 
@@ -211,7 +211,12 @@ def _messages(request: Request, is_quiet: bool) -> Iterator[dict[str, Any]]:
         ours, theirs = os.pipe()
         lines = stack.enter_context(os.fdopen(ours))
         log = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
-        command = [sys.executable, "-m", f"{__package__}.connector_bench", str(theirs)]
+        command = [
+            sys.executable,
+            "-m",
+            f"{__package__}.conformance_cases",
+            str(theirs),
+        ]
         process = subprocess.Popen(
             [*command, json.dumps(asdict(request))],
             pass_fds=(theirs,),

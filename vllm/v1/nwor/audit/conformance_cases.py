@@ -7,16 +7,34 @@ looks at outputs: they are compared with those of the engine without a connector
 
 A `planted` case puts a fault into what the connector loads. It says nothing about the
 connector, but whether the kit would see such a fault: then it is ok.
+
+    python -m vllm_nwor.audit.conformance_cases FD REQUEST
+
+plays cases in this process. FD: where the reports go, one JSON object a line. REQUEST:
+JSON, the fields of connector_bench.Request.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import inspect
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from .connector_bench import FOLDER, Request, WrongArgument, find_connector
 from .connector_bench import ConnectorBench as Bench
+
+# A case that hangs ends with its process.
+CASE_SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -199,9 +217,7 @@ def failed_load(bench: Bench) -> None:
             bench.skip("no failed load was reported: the data may be elsewhere, too")
 
 
-def _planted(
-    bench: Bench, planted: Callable[[], AbstractContextManager[Any]] | Any
-) -> None:
+def _planted(bench: Bench, planted: Callable[[Any, Any], Any]) -> None:
     text = bench.text(1, 100)
     bench.ask("first", text)
     bench.evict()
@@ -264,25 +280,87 @@ def sleep(bench: Bench) -> None:
     bench.must_load("again")
 
 
+_BASE = (
+    store_load,
+    evicted,
+    longer_local,
+    partial_tail,
+    chunked_prompt,
+    rejected_drafts,
+    preemption,
+    abort_loading,
+    one_prefix,
+    cache_salt,
+    sleep,
+    failed_load,
+)
 CASES = {
-    function.__name__: Case(function, **how)
-    for function, how in {
-        store_load: {},
-        evicted: {},
-        longer_local: {},
-        partial_tail: {},
-        chunked_prompt: {},
-        rejected_drafts: {},
-        preemption: {},
-        abort_loading: {},
-        one_prefix: {},
-        cache_salt: {},
-        late_load: {"is_planted": True},
-        empty_load: {"is_planted": True},
-        wrong_offset: {"is_planted": True},
-        sleep: {},
-        failed_load: {},
-        lora_adapter: {"engine": "adapter"},
-        sliding_window: {"engine": "sliding"},
-    }.items()
+    **{play.__name__: Case(play) for play in _BASE},
+    **{
+        play.__name__: Case(play, is_planted=True)
+        for play in (late_load, empty_load, wrong_offset)
+    },
+    "lora_adapter": Case(lora_adapter, "adapter"),
+    "sliding_window": Case(sliding_window, "sliding"),
 }
+
+
+def cause(error: BaseException, connector: type | None) -> str:
+    """One line: the error, and where; in the connector's file if it was there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    file = inspect.getsourcefile(connector) if connector else None
+    own = [frame for frame in frames if frame.filename == file]
+    places = [f" ({Path(one.filename).name}:{one.lineno})" for one in own or frames]
+    where = "".join(places[-1:])
+    return f"{type(error).__name__}: {error}{where}".replace("\n", " ")
+
+
+def main() -> None:
+    reports = os.fdopen(int(sys.argv[1]), "w")
+    request = Request(**json.loads(sys.argv[2]))
+
+    def send(**message: Any) -> None:
+        print(json.dumps(message), file=reports, flush=True)
+
+    folder = tempfile.mkdtemp(prefix="vllm-nwor-")
+    try:
+        faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
+        try:
+            if request.checks:
+                find_connector(request.checks)
+            bench = Bench(request, folder)
+        except WrongArgument as error:
+            return send(wrong=str(error))
+        except Exception as error:
+            return send(unstarted=cause(error, None))
+        send(started=True)
+        for name in request.cases:
+            send(begins=name)
+            faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
+            started = time.monotonic()
+            try:
+                report = bench.play(list(CASES).index(name), CASES[name].play)
+            except Exception as error:
+                text = cause(error, bench.connector)
+                bench.report.died = text.replace(folder, FOLDER)
+                report = bench.report
+            report.seconds = time.monotonic() - started
+            send(case=name, report=vars(report))
+            if report.died or report.unfreed:
+                return  # what it leaves is not for other cases
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    status = 1
+    try:
+        main()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # vLLM's own end takes seconds, and threads of a connector may never end.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

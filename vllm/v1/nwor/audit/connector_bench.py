@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine with a KV connector for the conformance kit (conformance.py), in a process
-of its own: it plays cases and reports, for each, what it saw.
-
-    python -m vllm_nwor.audit.connector_bench FD REQUEST
-
-FD: where the reports go, one JSON object a line. REQUEST: JSON, the fields of Request.
-What is reported is not judged here.
+"""An engine with a KV connector, or without one, for the conformance kit
+(conformance.py): it plays cases and reports, for each, what it saw. That is not judged
+here.
 
 A connector is looked at through the methods of vLLM's KVConnectorBase_V1 alone, on the
 scheduler's object and on the worker's: which tokens it loads for whom, and what it says
@@ -15,15 +11,8 @@ of loads that failed. Faults are planted there, too.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import inspect
 import json
-import os
-import shutil
-import sys
-import tempfile
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,9 +23,8 @@ import torch
 
 from .bench import Bench, prompt
 
-# Engine steps of a case. A case that hangs ends with its process.
+# Engine steps of a part of a case.
 MAX_STEPS = 600
-CASE_SECONDS = 300
 FOLDER = "{folder}"
 
 
@@ -219,9 +207,8 @@ class ConnectorBench(Bench):
             received = set((found[1] if is_tuple else found.finished_recving) or ())
             self.num_failed += len(getattr(found, "failed_recving", None) or ())
             received |= self._held
-            self._held, received = (
-                (received, set()) if self.is_held else (set(), received)
-            )
+            self._held = received if self.is_held else set()
+            received = received - self._held
             if self.loaded is not None and received:
                 self.loaded(received)
             if is_tuple:
@@ -372,65 +359,3 @@ class ConnectorBench(Bench):
 def _short(name: str) -> str:
     """A request's name, which vLLM has lengthened."""
     return name.rpartition("-")[0]
-
-
-def cause(error: BaseException, connector: type | None) -> str:
-    """One line: the error, and where; in the connector's file if it was there."""
-    frames = traceback.extract_tb(error.__traceback__)
-    file = inspect.getsourcefile(connector) if connector else None
-    own = [frame for frame in frames if frame.filename == file]
-    place = (own or frames or [None])[-1]
-    where = f" ({Path(place.filename).name}:{place.lineno})" if place else ""
-    return f"{type(error).__name__}: {error}{where}".replace("\n", " ")
-
-
-def main() -> None:
-    from .conformance_cases import CASES
-
-    reports = os.fdopen(int(sys.argv[1]), "w")
-    request = Request(**json.loads(sys.argv[2]))
-
-    def send(**message: Any) -> None:
-        print(json.dumps(message), file=reports, flush=True)
-
-    folder = tempfile.mkdtemp(prefix="vllm-nwor-")
-    try:
-        faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
-        try:
-            if request.checks:
-                find_connector(request.checks)
-            bench = ConnectorBench(request, folder)
-        except WrongArgument as error:
-            return send(wrong=str(error))
-        except Exception as error:
-            return send(unstarted=cause(error, None))
-        send(started=True)
-        for name in request.cases:
-            send(begins=name)
-            faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
-            started = time.monotonic()
-            try:
-                report = bench.play(list(CASES).index(name), CASES[name].play)
-            except Exception as error:
-                bench.report.died = cause(error, bench.connector)
-                report = bench.report
-            report.seconds = time.monotonic() - started
-            send(case=name, report=vars(report))
-            if report.died or report.unfreed:
-                return  # what it leaves is not for other cases
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    status = 1
-    try:
-        main()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        # vLLM's own end takes seconds, and threads of a connector may never end.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
