@@ -211,14 +211,9 @@ def _messages(request: Request, is_quiet: bool) -> Iterator[dict[str, Any]]:
         ours, theirs = os.pipe()
         lines = stack.enter_context(os.fdopen(ours))
         log = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
-        command = [
-            sys.executable,
-            "-m",
-            f"{__package__}.conformance_cases",
-            str(theirs),
-        ]
+        command = [sys.executable, "-m", f"{__package__}.conformance_cases"]
         process = subprocess.Popen(
-            [*command, json.dumps(asdict(request))],
+            [*command, str(theirs), json.dumps(asdict(request))],
             pass_fds=(theirs,),
             stdin=subprocess.DEVNULL,
             stdout=log if is_quiet else None,
