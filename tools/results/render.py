@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Puts tables of results/ into README.md, results/README.md, docs/reach.md,
-docs/audit.md and docs/rl.md; --check says whether they are there.
+docs/audit.md, docs/rl.md and docs/connectors.md; --check says whether they are there.
 
 The text between two comments belongs to this script:
 
@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import report  # noqa: E402
 from benchmarks.files import write_whole  # noqa: E402
 
-DOCS = ("docs/reach.md", "docs/audit.md", "docs/rl.md")
+DOCS = ("docs/reach.md", "docs/audit.md", "docs/rl.md", "docs/connectors.md")
 SHOWN = ("README.md", "results/README.md", *DOCS)
 END = "<!-- /results -->"
 BLOCK = re.compile(
