@@ -25,6 +25,7 @@ from benchmarks import environment, records
 from tests.helpers.environment import REPO, subprocess_env
 from tests.helpers.host_offloading import CONNECTOR
 from tests.helpers.reach import FOLDER_VARIABLE
+from vllm_nwor.audit import conformance
 from vllm_nwor.audit.__main__ import KIT_VARIABLES, VARIABLES
 from vllm_nwor.audit.conformance import (
     CASES,
@@ -38,7 +39,7 @@ from vllm_nwor.audit.conformance import (
     prepare,
     results,
 )
-from vllm_nwor.audit.connector_bench import Report
+from vllm_nwor.audit.connector_bench import Report, Request
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -326,3 +327,53 @@ def test_slots_that_are_not_verified_are_not_ok() -> None:
     assert judge(LOAD, replace(GOOD, loads={}), GOOD)["bytes"] == Verdict(
         State.NOT_EXERCISED, "nothing was loaded"
     )
+
+
+# -- processes -----------------------------------------------------------------------
+
+ASKED = Request(["store_load", "evicted", "sleep"], "A", {}, "", {})
+
+
+def played(
+    monkeypatch: pytest.MonkeyPatch, *processes: list[dict[str, Any]]
+) -> tuple[dict[str, Report], list[list[str]]]:
+    """The reports of ASKED, and the cases that each process was asked for."""
+    asked, scripts = [], iter(processes)
+
+    def messages(request: Request, is_quiet: bool) -> list[dict[str, Any]]:
+        asked.append(list(request.cases))
+        return [*next(scripts), {"ended": "status -11"}]
+
+    monkeypatch.setattr(conformance, "_messages", messages)
+    return play(ASKED, lambda text: None, True), asked
+
+
+def ends(name: str) -> list[dict[str, Any]]:
+    return [{"begins": name}, {"case": name, "report": vars(Report())}]
+
+
+def test_a_process_that_dies_takes_one_case_with_it(monkeypatch) -> None:
+    reports, asked = played(
+        monkeypatch,
+        [{"started": True}, *ends("store_load"), {"begins": "evicted"}],
+        [{"started": True}, *ends("sleep")],
+    )
+    assert asked == [["store_load", "evicted", "sleep"], ["sleep"]]
+    died = {name: report.died for name, report in reports.items()}
+    assert died == {"store_load": "", "evicted": "status -11", "sleep": ""}
+
+
+def test_a_process_that_ends_after_a_case_is_followed_by_another(monkeypatch) -> None:
+    reports, asked = played(
+        monkeypatch, ends("store_load"), [*ends("evicted"), *ends("sleep")]
+    )
+    assert asked[1] == ["evicted", "sleep"]
+    assert not any(report.died for report in reports.values())
+
+
+def test_an_engine_that_does_not_start_is_tried_once(monkeypatch) -> None:
+    reports, asked = played(monkeypatch, [{"unstarted": "ValueError: no"}])
+    assert len(asked) == 1
+    assert {report.died for report in reports.values()} == {
+        "the engine does not start: ValueError: no"
+    }
