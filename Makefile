@@ -91,6 +91,7 @@ nightly: models ## what takes too long for make test: faults, simulation, random
 # on a CPU is left out: 0.26 and 0.29 want weights that a checkpoint of Gemma 3n has not
 # got, and 0.26 has no latent attention there and crashes in gated delta nets.
 STATE_FAULTS := tests/integration/test_state_bugs.py
+KIT := tests/e2e/test_conformance.py::test_the_verdicts_on_vllms_own_connectors
 REACH := -m "" tests/integration/test_reach.py $(STATE_FAULTS) \
 	tests/integration/test_identical_outputs.py::test_tensor_parallel_2 \
 	tests/e2e/test_serve.py::test_data_parallel_2
@@ -98,7 +99,7 @@ REFUSALS := tests/unit/test_reservation.py tests/unit/test_discovery.py
 reach: export NWOR_REACH_RESULTS = $(abspath $(RESULTS))
 reach: models ## what NWOR was tried with: run it on this CPU, render docs/reach.md
 	@mkdir -p $(RESULTS)
-	$(PY) -m pytest $(REACH) $(REFUSALS) $(ARGS)
+	$(PY) -m pytest $(REACH) $(REFUSALS) $(KIT) $(ARGS)
 	$(MAKE) test-older OLDER_TESTS='$(REACH) -k "not 3n"'
 	$(MAKE) test-oldest OLDER_TESTS='$(REACH) -k "not (3n or DeepSeek or Next or test_state)"'
 	$(PY) tools/results/render.py

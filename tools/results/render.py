@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Puts tables of results/ into README.md, results/README.md, docs/reach.md,
-docs/audit.md, docs/rl.md and docs/operations.md; --check says whether they are there.
+docs/audit.md, docs/rl.md, docs/operations.md and docs/connectors.md; --check says whether they are
+there.
 
 The text between two comments belongs to this script:
 
@@ -28,7 +29,9 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import report  # noqa: E402
 from benchmarks.files import write_whole  # noqa: E402
 
-DOCS = ("docs/reach.md", "docs/audit.md", "docs/rl.md", "docs/operations.md")
+DOCS = tuple(
+    f"docs/{name}.md" for name in ("reach", "audit", "rl", "operations", "connectors")
+)
 SHOWN = ("README.md", "results/README.md", *DOCS)
 END = "<!-- /results -->"
 BLOCK = re.compile(

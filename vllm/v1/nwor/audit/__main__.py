@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m vllm_nwor.audit --selftest [--states]`: does the KV audit find planted
-faults?
+faults? `--connector MODULE:CLASS`: does a KV connector keep vLLM's contract?
 
-Exit status: 0 all found, 1 some missed or an error, 2 wrong arguments.
+Exit status: 0 all found, or conforming; 1 some missed, a breach, nothing exercised, or
+an error; 2 wrong arguments.
 VLLM_LOGGING_LEVEL=DEBUG shows vLLM's log and tracebacks.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 LEVEL = "VLLM_LOGGING_LEVEL"
 VARIABLES = {
@@ -26,6 +30,14 @@ VARIABLES = {
     "VLLM_NWOR_AUDIT": "log",
     "VLLM_NWOR_AUDIT_MIB": "4096",
 }
+# Of the conformance kit: vLLM's own KV cache, and a failure of the audit is not one of
+# the connector. With more threads the same text has other logprobs now and then.
+KIT_VARIABLES = {
+    "VLLM_NWOR_MODE": "off",
+    "VLLM_NWOR_STRICT": "0",
+    "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",  # else it sets OpenMP's number
+}
 
 
 def show_findings() -> None:
@@ -37,20 +49,73 @@ def show_findings() -> None:
     logger.addHandler(handler)
 
 
-def main() -> int:
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r}; must be a JSON object: {{...}}")
+    return found
+
+
+def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(
         prog="python -m vllm_nwor.audit", description="The KV audit."
     )
+    what = parser.add_mutually_exclusive_group(required=True)
     text = "plant faults in a real engine on the CPU, and look for the findings"
-    parser.add_argument("--selftest", action="store_true", required=True, help=text)
-    text = "plant faults of recurrent states instead, in an engine that has some"
+    what.add_argument("--selftest", action="store_true", help=text)
+    text = "run the conformance kit: a class of a module, or the name of vLLM's own"
+    what.add_argument("--connector", metavar="MODULE:CLASS", help=text)
+    text = "--selftest: faults of recurrent states instead, in an engine that has some"
     parser.add_argument("--states", action="store_true", help=text)
+    kit = parser.add_argument_group("with --connector")
+    text = "kv_connector_extra_config; {folder} becomes an empty folder of each engine"
+    kit.add_argument("--config", type=json_object, metavar="JSON", help=text)
+    text = "folder or cached name of a model, for all cases but sliding_window"
+    kit.add_argument("--model", help=text)
+    text = "one case, or several; default: all"
+    kit.add_argument("--case", action="append", metavar="NAME", help=text)
+    kit.add_argument("--junit", metavar="FILE", help="write JUnit XML")
+    kit.add_argument("--json", metavar="FILE", help="write JSON")
     args = parser.parse_args()
+    for name in ("config", "model", "case", "junit", "json"):
+        if getattr(args, name) is not None and not args.connector:
+            parser.error(f"--{name} needs --connector")
+    if args.states and not args.selftest:
+        parser.error("--states needs --selftest")
+    for name in ("junit", "json"):
+        path = getattr(args, name)
+        if path and not Path(path).resolve().parent.is_dir():
+            parser.error(f"--{name} is {path!r}; its folder must exist")
+    return parser, args
+
+
+def run_kit(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    from .conformance import CASES, WrongArgument
+    from .conformance_report import conformance
+
+    for name in args.case or ():
+        if name not in CASES:
+            parser.error(f"--case is {name!r}; must be one of {', '.join(CASES)}")
+    args.config = args.config or {}
+    try:
+        return conformance(args, os.environ.get(LEVEL, "").upper() != "DEBUG")
+    except WrongArgument as error:
+        parser.error(str(error))
+
+
+def main() -> int:
+    parser, args = parse()
     for name in [name for name in os.environ if name.startswith("VLLM_NWOR_")]:
         del os.environ[name]
-    is_quiet = os.environ.get(LEVEL, "").upper() != "DEBUG"
+    if args.connector:
+        os.environ.update(VARIABLES | KIT_VARIABLES)
+        return run_kit(parser, args)
     # vLLM logs errors with a traceback and goes on: a cache on a disk that it cannot
     # write, for one.
+    is_quiet = os.environ.get(LEVEL, "").upper() != "DEBUG"
     os.environ.update(VARIABLES | ({LEVEL: "CRITICAL"} if is_quiet else {}))
     say = partial(print, flush=True)
     try:

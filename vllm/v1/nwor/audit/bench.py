@@ -8,7 +8,7 @@ import json
 import random
 import tempfile
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -53,8 +53,9 @@ class Bench:
 
     block_size = 32
 
-    def __init__(self, model: dict[str, Any] = MODEL, **arguments: Any) -> None:
-        """arguments: EngineArgs other than below."""
+    def __init__(self, model: dict[str, Any] | str = MODEL, **arguments: Any) -> None:
+        """model: a config.json, for random weights; or the folder of a model, or its
+        name. arguments: EngineArgs other than below."""
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -65,29 +66,34 @@ class Bench:
                 f"{current_platform.device_type}"
             )
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(model))
-            defaults = {"num_gpu_blocks_override": 13, "enable_prefix_caching": True}
-            engine_args = EngineArgs(
-                model=folder,
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                enforce_eager=True,
-                max_model_len=256,
-                block_size=self.block_size,
-                max_num_seqs=8,
-                max_num_batched_tokens=128,
-                disable_log_stats=True,
-                seed=0,
-                speculative_config={
+            defaults = {
+                "model": model,
+                "num_gpu_blocks_override": 13,
+                "enable_prefix_caching": True,
+                "max_num_batched_tokens": 128,
+                "max_model_len": 256,
+                "speculative_config": {
                     "method": "ngram",
                     "num_speculative_tokens": NUM_DRAFTS,
                     "prompt_lookup_min": 1,
                     "prompt_lookup_max": 3,
                 },
+            }
+            if isinstance(model, dict):
+                (Path(folder) / "config.json").write_text(json.dumps(model))
+                defaults |= {"model": folder, "load_format": "dummy"}
+            engine_args = EngineArgs(
+                skip_tokenizer_init=True,
+                enforce_eager=True,
+                block_size=self.block_size,
+                max_num_seqs=8,
+                disable_log_stats=True,
+                seed=0,
                 **defaults | arguments,
             )
             # As with a KV connector with known transfers.
-            with patch.object(build, "_num_stored", return_value=1):
+            stored = patch.object(build, "_num_stored", return_value=1)
+            with nullcontext() if engine_args.kv_transfer_config else stored:
                 self.llm = LLMEngine.from_engine_args(engine_args)
         core: Any = self.llm.engine_core
         executor = core.engine_core.model_executor
@@ -101,11 +107,13 @@ class Bench:
         self.names = [layer.name for layer in self.layers]
         self.scheduler = core.engine_core.scheduler
         self.num_steps = 0
-        # Requests.
+        # Requests. outputs: vLLM's last one of each.
         self.added: list[str] = []
+        self.outputs: dict[str, Any] = {}
         self.preempted: set[str] = set()
         self.with_hits: set[str] = set()
-        self._spoil_drafts()
+        if engine_args.speculative_config:
+            self._spoil_drafts()
 
     def _spoil_drafts(self) -> None:
         """Makes the last draft of each request a wrong one: something is rejected."""
@@ -119,13 +127,24 @@ class Bench:
 
         self.runner.drafter.propose = spoiled
 
-    def add(self, name: str, tokens: Sequence[int], max_tokens: int) -> None:
+    def add(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        max_tokens: int,
+        salt: str | None = None,
+        adapter: Any = None,
+    ) -> None:
+        """adapter: a LoRARequest."""
         from vllm import SamplingParams
 
-        how = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+        how = {"temperature": 0, "ignore_eos": True, "detokenize": False, "logprobs": 0}
         params = SamplingParams(max_tokens=max_tokens, **how)
+        text = {"prompt_token_ids": list(tokens)} | (
+            {"cache_salt": salt} if salt else {}
+        )
         self.added.append(name)
-        self.llm.add_request(name, {"prompt_token_ids": list(tokens)}, params)
+        self.llm.add_request(name, text, params, lora_request=adapter)
 
     def add_prompt(self, name: str, seed: int, length: int, max_tokens: int) -> None:
         self.add(name, prompt(seed, length), max_tokens)
@@ -140,6 +159,7 @@ class Bench:
         for _ in range(count):
             if self.llm.has_unfinished_requests():
                 outputs = self.llm.step()
+                self.outputs.update((output.request_id, output) for output in outputs)
                 hits = (x.request_id for x in outputs if x.num_cached_tokens)
                 self.with_hits.update(hits)
                 known = self.scheduler.requests

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conformance kit for KV connectors: `python -m vllm_nwor.audit --connector`.
+
+A connector that conforms passes each case; a fault in a copy of it is a breach of the
+case that is there for it, and of no other. The verdicts on vLLM's own connectors go to
+cases.jsonl in the folder of NWOR_REACH_RESULTS (`make reach`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import vllm
+from benchmarks import environment, records
+
+from tests.helpers.environment import REPO, subprocess_env
+from tests.helpers.host_offloading import CONNECTOR
+from tests.helpers.reach import FOLDER_VARIABLE
+from vllm_nwor.audit import conformance
+from vllm_nwor.audit.__main__ import KIT_VARIABLES, VARIABLES
+from vllm_nwor.audit.conformance import (
+    CASES,
+    ENGINES,
+    Result,
+    State,
+    Verdict,
+    conclude,
+    judge,
+    play,
+    prepare,
+    results,
+)
+from vllm_nwor.audit.connector_bench import Report, Request
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+HELPER = "tests.helpers.folder_connector"
+SYNC, ASYNC = ({"folder": "{folder}", "loads": how} for how in ("sync", "async"))
+HOST = CONNECTOR["kv_connector_extra_config"]
+EXAMPLE = {"shared_storage_path": "{folder}"}
+MULTI = {
+    "connectors": [
+        CONNECTOR,
+        {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": EXAMPLE,
+        },
+    ]
+}
+# Cases that are not ok, by connector: the verdicts that are a breach, or none.
+DIES = ("survives",)
+OF_VLLM: dict[str, tuple[dict[str, Any], dict[str, tuple[str, ...]]]] = {
+    "ExampleConnector": (
+        EXAMPLE,
+        {
+            "longer_local": ("exercised",),
+            "chunked_prompt": DIES,
+            "rejected_drafts": (),  # it stores prompts alone
+            "preemption": DIES,
+            "abort_loading": (),  # it loads within a step
+            "cache_salt": ("exercised",),
+            "failed_load": DIES,
+            "lora_adapter": ("outputs", "exercised"),
+        },
+    ),
+    # vLLM's own spec refuses a CPU; the manager and the scheduler's side are vLLM's.
+    "OffloadingConnector": (HOST, {"failed_load": ()}),  # it has no file
+    "MultiConnector": (
+        MULTI,
+        {
+            "cache_salt": ("exercised",),
+            "lora_adapter": ("outputs", "exercised"),
+            "failed_load": (),  # the first connector has it, too
+        },
+    ),
+}
+
+
+def kit(*options: str, cwd: Path = REPO) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_nwor.audit", *options],
+        cwd=cwd,
+        env=subprocess_env() | {"COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+
+
+def found_in(found: list[Result]) -> dict[str, tuple[str, ...]]:
+    """As OF_VLLM."""
+    return {
+        result.case: tuple(
+            name
+            for name, verdict in result.verdicts.items()
+            if verdict.state is State.BREACH
+        )
+        for result in found
+        if result.state is not State.OK
+    }
+
+
+class Truths:
+    """Engines without a connector, played once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: dict[str, Any] = {}
+
+    def judge(self, connector: str, config: Mapping[str, Any]) -> list[Result]:
+        found: list[Result] = []
+        for engine in ENGINES:
+            if engine not in self._known:
+                alone = prepare(engine, None, self._folder, list(CASES))
+                self._known[engine] = alone, play(alone, print, True)
+            alone, truths = self._known[engine]
+            with_it = replace(alone, connector=connector, config=dict(config))
+            found += results(alone.cases, play(with_it, print, True), truths)
+        return found
+
+
+@pytest.fixture(scope="module")
+def truths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Truths]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (VARIABLES | KIT_VARIABLES).items():
+            patch.setenv(name, value)
+        yield Truths(tmp_path_factory.mktemp("kit"))
+
+
+def record(connector: str, found: list[Result]) -> None:
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        about = environment.describe("cpu", REPO)
+        version = vllm.__version__.split("+")[0]
+        key = {"case": "conformance", "connector": connector, "vllm": version}
+        cases = {
+            result.case: {
+                "about": result.about,
+                "verdict": str(result.state),
+                "breaches": list(found_in([result]).get(result.case, ())),
+                "text": next(
+                    (
+                        verdict.text
+                        for state in (State.BREACH, State.NOT_EXERCISED)
+                        for verdict in result.verdicts.values()
+                        if verdict.state is state and result.state is state
+                    ),
+                    "",
+                ),
+            }
+            for result in found
+        }
+        line = {"key": key, **about, "command": "make reach", "found": cases}
+        records.append(Path(folder) / "cases.jsonl", line)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("connector", OF_VLLM)
+def test_the_verdicts_on_vllms_own_connectors(connector: str, truths: Truths) -> None:
+    config, expected = OF_VLLM[connector]
+    found = truths.judge(connector, config)
+    record(connector, found)
+    assert found_in(found) == expected
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("config", [SYNC, ASYNC], ids=["sync", "async"])
+def test_a_connector_that_conforms_passes(
+    config: dict[str, Any], truths: Truths
+) -> None:
+    found = truths.judge(f"{HELPER}:FolderConnector", config)
+    is_async = config is ASYNC
+    assert found_in(found) == ({} if is_async else {"abort_loading": ()})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("fault", "case", "breaches"),
+    [
+        ("OfAnyTenant", "cache_salt", ("exercised",)),
+        ("OfAnyAdapter", "lora_adapter", ("outputs", "exercised")),
+        ("ShorterThanLocal", "longer_local", ("exercised",)),
+        ("WithTheLastToken", "rejected_drafts", ("outputs",)),
+        ("OnceAStep", "one_prefix", ("outputs",)),
+        ("Silent", "failed_load", ("outputs",)),
+        ("LosesTheAborted", "abort_loading", ("blocks",)),
+        ("LacksAResumedBlock", "preemption", ("outputs",)),
+    ],
+)
+def test_a_fault_is_a_breach_of_its_case_alone(
+    fault: str, case: str, breaches: tuple[str, ...], truths: Truths
+) -> None:
+    found = found_in(truths.judge(f"{HELPER}:{fault}", ASYNC))
+    assert list(found) == [case]
+    # As loads of other connectors are verified, too, the audit names the bytes.
+    assert [name for name in found[case] if name != "bytes"] == list(breaches)
+
+
+def test_the_command_line_and_its_files(tmp_path: Path) -> None:
+    junit, report = tmp_path / "kit.xml", tmp_path / "kit.json"
+    done = kit(
+        *("--connector", f"{HELPER}:OfAnyTenant", "--config", json.dumps(SYNC)),
+        *("--case", "cache_salt", "--case", "store_load"),
+        *("--junit", str(junit), "--json", str(report)),
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    text = "other loaded 96 tokens; must load none"
+    assert f"exercised: breach: {text}" in done.stdout
+    assert "NOT conforming: 1 ok, 1 breach, 0 not exercised" in done.stdout
+    assert "store_load, with no connector" in done.stdout  # progress
+    cases = json.loads(report.read_text())["cases"]
+    assert {name: case["state"] for name, case in cases.items()} == {
+        "store_load": "ok",
+        "cache_salt": "breach",
+    }
+    assert cases["store_load"]["loads"] == {"again": 96}
+    assert cases["cache_salt"]["verdicts"]["exercised"]["text"] == text
+    suite = ElementTree.parse(junit).getroot()
+    assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
+    good, bad = suite.iter("testcase")
+    assert (good.get("name"), good.find("failure")) == ("store_load", None)
+    failure = bad.find("failure")
+    assert failure is not None
+    assert text in failure.get("message", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--config", "{"), ["--config: '{' is no JSON"]),
+        (("--config", "[]"), ["--config: '[]'; must be a JSON object"]),
+        (("--case", "store"), ["--case is 'store'; must be one of store_load, "]),
+        (("--junit", "/none/x"), ["--junit is '/none/x'; its folder must exist"]),
+        ((), ["--connector is 'NoConnector'", "or one of DecodeBench", "Offloading"]),
+    ],
+)
+def test_a_wrong_argument_is_named_with_what_is_allowed(options, words) -> None:
+    done = kit("--connector", "NoConnector", "--case", "store_load", *options)
+    assert done.returncode == 2
+    for word in words:
+        assert word in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("connector", "options", "words"),
+    [
+        ("argparse:Namespace", (), ["--connector is 'argparse:Namespace', which is <"]),
+        (f"{HELPER}:No", (), ["Class No not found in tests.helpers.folder_connector"]),
+        (
+            "ExampleConnector",
+            ("--model", "/none"),
+            ["--model is '/none': the engine does not start", "must be the folder"],
+        ),
+    ],
+)
+def test_a_connector_or_model_that_is_not_there(connector, options, words) -> None:
+    done = kit("--connector", connector, "--case", "store_load", *options)
+    assert done.returncode == 2, done.stdout + done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+# -- verdicts ------------------------------------------------------------------------
+
+GOOD = Report(
+    tokens={"again": [1, 2]},
+    logprobs={"again": [-1.0, -2.0]},
+    loads={"again": 64},
+    wanted={"again": True},
+    verified=64,
+)
+LOAD, PLANTED = CASES["store_load"], CASES["empty_load"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "name", "text"),
+    [
+        ({}, State.OK, "bytes", "64 of 64 slots"),
+        ({"died": "E"}, State.BREACH, "survives", "E"),
+        ({"tokens": {}}, State.BREACH, "outputs", "again has not finished"),
+        ({"tokens": {"again": [1, 3]}}, State.BREACH, "outputs", "other tokens"),
+        ({"logprobs": {"again": [-1, -2.002]}}, State.BREACH, "outputs", "by 0.002"),
+        ({"logprobs": {"again": [-1, -2.0005]}}, State.OK, "outputs", ""),
+        ({"loads": {}}, State.NOT_EXERCISED, "exercised", "again loaded nothing"),
+        ({"skipped": "why"}, State.NOT_EXERCISED, "exercised", "why"),
+        ({"broken": ["-1"]}, State.BREACH, "exercised", "-1"),
+        ({"wanted": {"again": False}}, State.BREACH, "exercised", "must load none"),
+        ({"num_findings": 1, "findings": ["f"]}, State.BREACH, "bytes", "1 findings"),
+        ({"verified": 0, "unverified": 64}, State.OK, "bytes", "0 of 64 slots"),
+        ({"unfreed": 3}, State.BREACH, "blocks", "3 blocks are not free"),
+    ],
+)
+def test_each_verdict_decides(changes, state, name, text) -> None:
+    verdicts = judge(LOAD, replace(GOOD, **changes), GOOD)
+    assert conclude(LOAD, verdicts) is state
+    assert text in verdicts[name].text
+    breaches = [n for n, one in verdicts.items() if one.state is State.BREACH]
+    assert breaches == ([name] if state is State.BREACH else [])
+
+
+def test_a_planted_fault_that_does_not_show_is_not_exercised() -> None:
+    assert conclude(PLANTED, judge(PLANTED, GOOD, GOOD)) is State.NOT_EXERCISED
+    for shows in ({"num_findings": 1}, {"tokens": {"again": [1, 3]}}):
+        verdicts = judge(PLANTED, replace(GOOD, **shows), GOOD)
+        assert conclude(PLANTED, verdicts) is State.OK
+
+
+def test_slots_that_are_not_verified_are_not_ok() -> None:
+    half = replace(GOOD, verified=32, unverified=32)
+    assert judge(LOAD, half, GOOD)["bytes"].state is State.UNVERIFIED
+    assert judge(LOAD, replace(GOOD, loads={}), GOOD)["bytes"] == Verdict(
+        State.NOT_EXERCISED, "nothing was loaded"
+    )
+
+
+# -- processes -----------------------------------------------------------------------
+
+ASKED = Request(["store_load", "evicted", "sleep"], "A", {}, "", {})
+
+
+def played(
+    monkeypatch: pytest.MonkeyPatch, *processes: list[dict[str, Any]]
+) -> tuple[dict[str, Report], list[list[str]]]:
+    """The reports of ASKED, and the cases that each process was asked for."""
+    asked, scripts = [], iter(processes)
+
+    def messages(request: Request, is_quiet: bool) -> list[dict[str, Any]]:
+        asked.append(list(request.cases))
+        return [*next(scripts), {"ended": "status -11"}]
+
+    monkeypatch.setattr(conformance, "_messages", messages)
+    return play(ASKED, lambda text: None, True), asked
+
+
+def ends(name: str) -> list[dict[str, Any]]:
+    return [{"begins": name}, {"case": name, "report": vars(Report())}]
+
+
+def test_a_process_that_dies_takes_one_case_with_it(monkeypatch) -> None:
+    reports, asked = played(
+        monkeypatch,
+        [{"started": True}, *ends("store_load"), {"begins": "evicted"}],
+        [{"started": True}, *ends("sleep")],
+    )
+    assert asked == [["store_load", "evicted", "sleep"], ["sleep"]]
+    died = {name: report.died for name, report in reports.items()}
+    assert died == {"store_load": "", "evicted": "status -11", "sleep": ""}
+
+
+def test_a_process_that_ends_after_a_case_is_followed_by_another(monkeypatch) -> None:
+    reports, asked = played(
+        monkeypatch, ends("store_load"), [*ends("evicted"), *ends("sleep")]
+    )
+    assert asked[1] == ["evicted", "sleep"]
+    assert not any(report.died for report in reports.values())
+
+
+def test_an_engine_that_does_not_start_is_tried_once(monkeypatch) -> None:
+    reports, asked = played(monkeypatch, [{"unstarted": "ValueError: no"}])
+    assert len(asked) == 1
+    assert {report.died for report in reports.values()} == {
+        "the engine does not start: ValueError: no"
+    }

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A KV connector that conforms, and copies of it with one fault each, for the
+conformance kit's tests.
+
+FolderConnector keeps each full block of a text in a file of `folder`, for one KV-cache
+group. A block is stored a step after its last token ran, so that no rejected draft is
+in it. With `"loads": "async"` a load is reported one step after it was made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+Blocks = list[tuple[int, Path]]
+
+
+@dataclass
+class Transfers(KVConnectorMetadata):
+    """loads: by request. ended: requests whose blocks are free after the stores."""
+
+    stores: Blocks = field(default_factory=list)
+    loads: dict[str, Blocks] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
+
+
+class FolderConnector(KVConnectorBase_V1):
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._size = vllm_config.cache_config.block_size
+        option = self._kv_transfer_config.get_from_extra_config
+        self._folder = Path(option("folder", None))
+        self._is_async = option("loads", "sync") == "async"
+        self._requests: dict[str, Any] = {}
+        self._local: dict[str, int] = {}
+        self._loading: set[str] = set()
+        self._next = Transfers()
+        # Of the worker. received: to be reported in this step; arriving: in the next.
+        self._caches: dict[str, torch.Tensor] = {}
+        self._failed: set[int] = set()
+        self._received: set[str] = set()
+        self._arriving: set[str] = set()
+
+    # -- scheduler -----------------------------------------------------------------
+
+    def identity(self, request: Any) -> tuple[Any, ...]:
+        """What decides over a text's keys and values, and who may have them."""
+        adapter = request.lora_request and request.lora_request.lora_path
+        return request.cache_salt, adapter
+
+    def num_stored(self, request: Any) -> int:
+        """Tokens of a finished request with keys and values: the last one never ran."""
+        return min(request.num_computed_tokens, request.num_tokens - 1)
+
+    def paths(self, request: Any, end: int) -> Iterator[Path]:
+        """Of each full block up to `end`."""
+        digest = hashlib.sha256(repr(self.identity(request)).encode())
+        tokens = list(request.all_token_ids)
+        for start in range(0, end // self._size * self._size, self._size):
+            digest.update(repr(tokens[start : start + self._size]).encode())
+            yield self._folder / f"{digest.hexdigest()}.pt"
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        self._requests[request.request_id] = request
+        self._local[request.request_id] = num_computed_tokens
+        num_found = 0
+        for path in self.paths(request, request.num_tokens - 1):
+            if not path.exists():
+                break
+            num_found += self._size
+        found = self.answer(request, num_found, num_computed_tokens)
+        return found, self._is_async and found > 0
+
+    def answer(self, request: Any, num_found: int, num_local: int) -> int:
+        return max(num_found - num_local, 0)
+
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None:
+        if num_external_tokens > 0:
+            name, (ids,) = request.request_id, blocks.get_block_ids()
+            first = self._local[name] // self._size
+            end = self._local[name] + num_external_tokens
+            paths = list(self.paths(request, end))
+            pairs = zip(ids[first:], paths[first:], strict=False)
+            self._next.loads[name] = list(pairs)
+            self._loading.update([name] * self._is_async)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._loading -= connector_output.finished_recving or set()
+
+    def _store(self, request: Any, ids: list[int], end: int) -> None:
+        for block, path in zip(ids, self.paths(request, end), strict=False):
+            if block and not path.exists():
+                self._next.stores.append((block, path))
+
+    def build_connector_meta(self, scheduler_output: Any) -> Transfers:
+        for name in scheduler_output.num_scheduled_tokens:
+            if name not in self._next.loads:  # or else it counts as computed already
+                request = self._requests[name]
+                (ids,) = self._kv_cache_manager.get_blocks(name).get_block_ids()
+                self._store(request, ids, request.num_computed_tokens)
+        transfers, self._next = self._next, Transfers()
+        return transfers
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        name = request.request_id
+        self._requests.pop(name, None)
+        if name in self._loading or not block_ids:
+            return False, None
+        self._store(request, block_ids, self.num_stored(request))
+        self._next.ended.add(name)
+        return True, None
+
+    # -- worker --------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._caches = kv_caches
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        for name, blocks in self._connector_metadata.loads.items():
+            for block, path in self.wanted(blocks):
+                self.load(block, path)
+            if self._is_async:
+                self._arriving.add(name)
+
+    def wanted(self, blocks: Blocks) -> Blocks:
+        return blocks
+
+    def load(self, block: int, path: Path) -> None:
+        if not path.exists():
+            self.missing(block)
+            return
+        for name, saved in torch.load(path).items():
+            self._caches[name][block] = saved
+
+    def missing(self, block: int) -> None:
+        self._failed.add(block)
+
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_for_save(self) -> None:
+        for block, path in self._connector_metadata.stores:
+            saved = {name: of[block].clone() for name, of in self._caches.items()}
+            torch.save(saved, path)
+
+    def get_finished(
+        self, finished_req_ids: set[str]
+    ) -> tuple[set[str] | None, set[str] | None]:
+        received, self._received = self._received, self._arriving
+        self._arriving = set()
+        return self._connector_metadata.ended, received
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed = self._failed, set()
+        return failed
+
+
+# -- faults, by the case that has to show them -------------------------------------
+
+
+class OfAnyTenant(FolderConnector):
+    """cache_salt"""
+
+    def identity(self, request: Any) -> tuple[Any, ...]:
+        return super().identity(request)[1:]
+
+
+class OfAnyAdapter(FolderConnector):
+    """lora_adapter"""
+
+    def identity(self, request: Any) -> tuple[Any, ...]:
+        return super().identity(request)[:1]
+
+
+class ShorterThanLocal(FolderConnector):
+    """longer_local"""
+
+    def answer(self, request: Any, num_found: int, num_local: int) -> int:
+        if request.num_preemptions or not 0 < num_found <= num_local:
+            return super().answer(request, num_found, num_local)
+        return num_found - num_local - self._size
+
+
+class WithTheLastToken(FolderConnector):
+    """rejected_drafts"""
+
+    def num_stored(self, request: Any) -> int:
+        return request.num_tokens
+
+
+class OnceAStep(FolderConnector):
+    """one_prefix"""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._seen: set[Path] = set()
+        super().start_load_kv(forward_context, **kwargs)
+
+    def wanted(self, blocks: Blocks) -> Blocks:
+        new = [(block, path) for block, path in blocks if path not in self._seen]
+        self._seen.update(path for _, path in new)
+        return new
+
+
+class Silent(FolderConnector):
+    """failed_load"""
+
+    def missing(self, block: int) -> None: ...
+
+
+class LosesTheAborted(FolderConnector):
+    """abort_loading"""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        ended, received = super().get_finished(finished_req_ids)
+        return ended, received - finished_req_ids
+
+
+class LacksAResumedBlock(FolderConnector):
+    """preemption"""
+
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if request.num_preemptions and num_external_tokens > 0:
+            loads = self._next.loads[request.request_id]
+            self._next.loads[request.request_id] = loads[:-1]
