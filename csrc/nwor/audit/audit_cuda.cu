@@ -21,8 +21,10 @@ namespace {
 template <typename Pass>
 constexpr int kThreadsOf =
     std::is_same_v<Pass, RecordRows> || std::is_base_of_v<StatesPass, Pass> ? 1024
-    : std::is_same_v<Pass, BlockEvents> || std::is_same_v<Pass, Publish> ? kBlockThreads
-                                                                         : 512;
+    : std::is_same_v<Pass, BlockEvents> || std::is_same_v<Pass, Publish> ||
+            std::is_same_v<Pass, TakeDigests>
+        ? kBlockThreads
+        : 512;
 template <typename Pass>
 constexpr int kBlocksOf = std::is_same_v<Pass, ScanSlots> ? 2 : 1;
 
@@ -290,7 +292,7 @@ void audit_cuda(const Args& args, int device, void* stream) {
   if (std::is_same_v<Args, AuditSnapshotArgs>) {
     // The audit begins: load the other kernels now, not in the first step.
     load<SeatRequest, PlanRequests, Reseed, KeepRequests, CheckRequests, AdoptHit,
-         RecordRows, ScanSlots, BlockEvents, Publish, ReadStates, WrittenStates>(gpu);
+         RecordRows, ScanSlots, TakeDigests, BlockEvents, Publish, ReadStates, WrittenStates>(gpu);
   }
 }
 template void audit_cuda(const AuditSeatArgs&, int, void*);
