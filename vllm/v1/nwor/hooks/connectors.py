@@ -147,7 +147,7 @@ class FollowedLoads:
 
     def take(self) -> Loads | None:
         """What is new since the last call; None if that is not known."""
-        found = Loads(self._blocks, self._num_failed)
+        found = Loads(tuple(self._blocks), self._num_failed)
         self._blocks, self._num_failed = [], 0
         return None if self.is_lost else found
 

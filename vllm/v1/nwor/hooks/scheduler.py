@@ -45,7 +45,7 @@ from .kv_versions import KvVersions
 from .ledger import SCHEDULE, UPDATE_FROM_OUTPUT
 
 STATS = "vllm.v1.metrics.stats"
-NO_LOADS = Loads([])
+NO_LOADS = Loads()
 
 # vLLM's Request, its number of tokens, and the Commit that the step will make.
 Pending = tuple[Any, int, Commit]
