@@ -31,6 +31,7 @@ def test_every_variable_is_read():
         *("MAX_LOG_ROWS=64", "SHADOW_BLOCKS=12"),
         *("AUDIT=raise", "AUDIT_MIB=0", "AUDIT_FILE=found.json"),
         "AUDIT_STALE=count",
+        "AUDIT_STORE=own",
     )
     config = NworConfig.from_env(dict(f"VLLM_NWOR_{one}".split("=") for one in given))
 
