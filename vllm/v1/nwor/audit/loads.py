@@ -111,7 +111,7 @@ class Digests:
             return self._other("never_loaded", self._zeros, CUT)
         if known and CUT not in known and self.is_own:
             return self._other("handed_on", digest, *known)
-        self._unverified[digest] = tokens, generation
+        self._unverified.setdefault(digest, (tokens, generation))
         if len(self._unverified) > self._max_texts:
             self._unverified.popitem(last=False)
         self._add(text, CUT)
