@@ -25,12 +25,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
 
 from tests.helpers.engine import BLOCK_SIZE, Engine, Request
 from tests.helpers.host_offloading import CONNECTOR, HostSpec
+from tests.helpers.slow_folder import SlowFolder
 from tests.integration.test_audit import found
 from tests.integration.test_byte_oracle import EVERYTHING, prompt
 from vllm_nwor.audit.loads import MAX_OF_TEXT
 
 NUM_BLOCKS = 3
 LENGTH = NUM_BLOCKS * BLOCK_SIZE + 5
+
+SLOW = SlowFolder.__module__
 
 seeds = itertools.count(1000)
 
@@ -116,13 +119,16 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("store"))
 
 
+def cleaned(of: World) -> Iterator[World]:
+    for path in of.folders():
+        shutil.rmtree(path)
+    yield of
+    of.engine.take_findings()
+
+
 @pytest.fixture
 def world(own: World) -> Iterator[World]:
-    for path in own.folders():
-        shutil.rmtree(path)
-    own.found()
-    yield own
-    own.engine.take_findings()
+    yield from cleaned(own)
 
 
 SLOTS = NUM_BLOCKS * BLOCK_SIZE
@@ -436,6 +442,102 @@ def test_a_block_of_the_cache_in_front_of_a_load(world: World) -> None:
     world.engine.run([Request("long", prompt(text, LENGTH), 4)])
     assert world.totals()["verified"] - before == SLOTS - BLOCK_SIZE
     assert world.found() == []
+
+
+# --- loads that take steps ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def slow_engine(tmp_path_factory: pytest.TempPathFactory) -> World:
+    slow = {"kv_connector": "SlowFolder", "kv_connector_module_path": SLOW}
+    return World(tmp_path_factory.mktemp("slow"), **slow)
+
+
+@pytest.fixture
+def slow(slow_engine: World) -> Iterator[World]:
+    yield from cleaned(slow_engine)
+
+
+def test_a_load_that_takes_steps_is_verified(slow: World) -> None:
+    texts = slow.store(2)
+    assert slow.ask(*texts) == {"verified": 2 * SLOTS}
+    assert slow.found() == []
+
+
+@pytest.mark.parametrize("case", ["nothing", "swapped"])
+def test_a_load_that_takes_steps_and_is_wrong(
+    slow: World, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = slow.store(2)
+    if case == "swapped":
+        swap(*slow.folders())
+    else:
+        monkeypatch.setattr(SlowFolder, "arrive", lambda *_: None)
+    rise = slow.ask(*texts)
+    assert rise.keys() == {"other_text" if case == "swapped" else "never_loaded"}
+    blocks = {(f.owner, f.position // BLOCK_SIZE) for f in slow.found()}
+    assert len(blocks) == 2 * NUM_BLOCKS
+
+
+@pytest.mark.parametrize("first", range(NUM_BLOCKS))
+def test_a_load_that_takes_steps_and_fails(
+    slow: World, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It brings wrong bytes from the block that fails on."""
+    (text,) = slow.store(1)
+    failed: list[set[int]] = []
+    arrive = SlowFolder.arrive
+
+    def fail(connector: Any, request: Any, layers: Any) -> None:
+        blocks = request.slot_mapping[::BLOCK_SIZE] // BLOCK_SIZE
+        failed.append(set(blocks[first:].tolist()))
+        arrive(connector, request, layers)
+        for layer in layers.values():
+            layer.kv_cache[blocks[first:]] = 3
+
+    monkeypatch.setattr(SlowFolder, "arrive", fail)
+    monkeypatch.setattr(
+        SlowFolder, "failed", lambda _: failed.pop() if failed else set()
+    )
+    if not first:  # vLLM asks again
+        monkeypatch.setattr(
+            ExampleConnector, "_found_match_for_request", once_true()
+        )
+    expected = {
+        "failed": SLOTS - first * BLOCK_SIZE,
+        "verified": first * BLOCK_SIZE,
+    }
+    assert slow.ask(text) == {name: n for name, n in expected.items() if n}
+    assert slow.found() == []
+    assert slow.tokens == slow.answers
+
+
+def once_true() -> Callable[..., bool]:
+    answers = itertools.chain([True], itertools.repeat(False))
+    return lambda *_: next(answers)
+
+
+def test_blocks_of_a_load_whose_request_ended(
+    slow: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is aborted while its load is under way; other requests get its blocks."""
+    (text,) = slow.store(1)
+    slow.engine.llm.reset_prefix_cache()
+    aborted = Request("aborted", prompt(text, LENGTH), 4, abort_at=1)
+    before = slow.totals()
+    arrived: list[Any] = []
+    arrive = SlowFolder.arrive
+
+    def note(connector: Any, *about: Any) -> None:
+        arrived.append(about)
+        arrive(connector, *about)
+
+    monkeypatch.setattr(SlowFolder, "arrive", note)
+    slow.engine.run([aborted, Request("beside", prompt(1, 40), 8)])
+    assert len(arrived) == 1
+    slow.engine.run([Request(f"many{n}", prompt(n, 100), 60) for n in range(12)])
+    assert slow.found() == []
+    assert slow.totals()["unverified"] == before["unverified"]
 
 
 # --- other engines --------------------------------------------------------------------

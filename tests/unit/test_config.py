@@ -14,6 +14,7 @@ from vllm_nwor.config import (
     NworConfigError,
     OnReject,
     StaleMode,
+    Store,
     Strict,
 )
 
@@ -21,7 +22,7 @@ from vllm_nwor.config import (
 @pytest.mark.parametrize("empty", [{}, dict.fromkeys(ENV_NAMES, "")])
 def test_an_empty_environment_means_off_with_metrics(empty):
     steps = (Mode.OFF, True, Strict.NEVER, False, None, None)
-    audit = (AuditMode.OFF, 32, "", StaleMode.FIND)
+    audit = (AuditMode.OFF, 32, "", StaleMode.FIND, Store.AUTO)
     assert NworConfig.from_env(empty) == NworConfig(*steps, *audit, OnReject.RESTORE)
 
 
@@ -36,7 +37,7 @@ def test_every_variable_is_read():
     config = NworConfig.from_env(dict(f"VLLM_NWOR_{one}".split("=") for one in given))
 
     steps = (Mode.STAGE, False, Strict.STARTUP, True, 64, 12)
-    audit = (AuditMode.RAISE, 0, "found.json", StaleMode.COUNT)
+    audit = (AuditMode.RAISE, 0, "found.json", StaleMode.COUNT, Store.OWN)
     assert config == NworConfig(*steps, *audit)
 
 
