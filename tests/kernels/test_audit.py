@@ -1465,12 +1465,29 @@ def test_digests_are_taken_of_whole_blocks_that_were_loaded():
     world.local = {"b": 4}
     assert world.runs("b", TEXT[:15], [1, 2, 3, 4], hit=14) == []
     expected = [world.digest(TEXT, n, N * (n - 1), "b", N) for n in (2, 3)]
-    assert sides(blocks) == expected
+    *whole, (in_part, _) = sides(blocks)
+    assert whole == expected
+    assert (in_part[1], in_part[4], in_part[-1]) == (4, 2, 0)
     assert world.counts("unverified") == (10,)
     blocks.clear()
     # The last block is filled by the request.
     assert world.step(b=1) == []
     assert blocks == [world.digest(world.requests["b"].text, 4, 12, "b")]
+
+
+def test_a_block_that_was_loaded_in_part_is_no_version_of_its_text():
+    """The request goes on in it. Nor is the next one that begins there, from its own
+    text, mistaken for it."""
+    world = World(loads=Loads.UNKNOWN, num_digests=4)
+    (digests,) = world.audit.outbox.digests
+    world.fill(TEXT[:6])
+    world.local = {"a": 0}
+    assert world.runs("a", TEXT[:8], [1, 2], hit=6) == []
+    key = signed(identity(TEXT[:8]))
+    assert digests._texts[key] == (CUT,)
+    world.finish("a")
+    assert world.runs("b", TEXT[:8], [1, 2]) == []
+    assert len(digests._texts[key]) == 2
 
 
 @pytest.mark.parametrize("how", ["room", "budget"])

@@ -158,11 +158,11 @@ static_assert(sizeof(FindingsHeader) == sizeof(Finding), "it is a row of finding
 // in this step, the others of blocks that loads have. On the host the checksums of the
 // block follow, one for each column of `contents`: a sum over its slots.
 struct BlockDigest {
-  uint64_t hash;  // H of the block's end; 0: its text is not known
+  uint64_t hash;  // H of its last filled slot; 0: its text is not known
   int64_t block;
   int64_t position;  // of its first slot
   int64_t generation;
-  int64_t num_loaded;  // slots that a load has filled; 0: a request has
+  int64_t num_loaded;  // slots that a load has filled; 0: a request has filled it
   uint64_t tokens;     // a sum over the block's own tokens, wherever it lies in a text
   int64_t is_known;    // each of its slots has checksums
 };

@@ -601,7 +601,7 @@ struct AdoptHit : AuditResolveArgs {
     }
     count(header->num_identities, seat.opaque ? 0 : num_identities);
     count(header->num_unverified, num_unverified);
-    if (num_loaded == block_size && !seat.opaque && max_digests > 0) {
+    if (num_loaded > 0 && !seat.opaque && max_digests > 0) {
       const int64_t first = b * block_size;
       add_digest(*this, {hash, slot(hit.row, first) / block_size, first,
                          seat.generation, num_loaded, 0, 0});

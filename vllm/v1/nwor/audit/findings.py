@@ -264,6 +264,9 @@ class Outbox:
         self.digests = [Digests(zeros_of(of), store_is_own) for of in groups]
         # What has arrived and was not judged yet.
         self._filled: list[Filled] = []
+        # Blocks that a load has filled in part, and the request's generation: what it
+        # adds is no computation of the whole block.
+        self._partly: list[dict[int, int]] = [{} for _ in groups]
         # Slots that the device counts as unverified, and that are not.
         self.num_settled = 0
         self._claimed: Slot | None = None
@@ -381,6 +384,7 @@ class Outbox:
             if finding.group == group.shape.group_id and finding.step == of.step
             if finding.kind in OF_LOADS
         }
+        partly = self._partly[of.place]
         for head, digest in loaded:
             text, block, position, generation, num_slots, tokens, is_known = head
             verdict: Wrong | bool = False
@@ -388,6 +392,9 @@ class Outbox:
                 num_failed += num_slots
             elif block in reported:
                 pass
+            elif num_slots < group.shape.block_size:
+                partly[block] = generation
+                continue
             elif is_known:
                 verdict = digests.judge(text, tokens, digest, generation)
                 if verdict is False:
@@ -400,8 +407,9 @@ class Outbox:
             elif isinstance(verdict, Wrong):
                 found.findings.append(self._finding(group, head, verdict, of.step))
         for head, digest in _rows(of.computed):
-            text, _, _, generation, _, tokens, is_known = head
-            kept = digest if is_known and not begins else CUT
+            text, block, _, generation, _, tokens, is_known = head
+            is_its_own = is_known and partly.pop(block, None) != generation
+            kept = digest if is_its_own and not begins else CUT
             digests.commit(text, tokens, kept, generation)
         found.num_verified += num_verified
         found.num_failed += num_failed

@@ -24,6 +24,7 @@ are, equality proves nothing, and the digest is kept for neither.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from functools import cache
 from typing import NamedTuple
@@ -31,6 +32,8 @@ from typing import NamedTuple
 import numpy as np
 
 from .tables import AuditedGroup
+
+logger = logging.getLogger("vllm.v1.nwor")
 
 # Of a group, the texts (blocks with what lies before them) that are kept.
 MAX_TEXTS = 1 << 16
@@ -42,6 +45,12 @@ NUM_MARKS = 1 << 20
 CUT = b""
 # In the place of a block's tokens and who computed it.
 AMBIGUOUS = (0, 0)
+
+UNKNOWN_TEXT = (
+    "NWOR audit: loads: a block of an unknown text was computed, and may be in the KV "
+    "connector's store: loads with other bytes than this engine computed are counted "
+    "as unverified from now on"
+)
 
 _MASK = (1 << 64) - 1
 
@@ -86,6 +95,8 @@ class Digests:
         """A request has filled a block. text: 0 if it is not known. digest: CUT if it
         is not known, or not right."""
         if not text:
+            if self.is_own:
+                logger.info(UNKNOWN_TEXT)
             self.is_own = False
             return
         if self._add(text, digest) and digest is not CUT:
