@@ -166,9 +166,7 @@ class Scheduler:
         self.requests = {"a": self.request}
         self.failed_recving_kv_req_ids = set()
 
-    def schedule(
-        self, *calls, num_computed=None, is_resumed=False, finished=()
-    ):
+    def schedule(self, *calls, num_computed=None, is_resumed=False, finished=()):
         """calls: the connector's, within the step. num_computed: None: it is not
         seated."""
         request = new(req_id="a", num_computed_tokens=num_computed)

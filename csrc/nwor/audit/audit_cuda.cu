@@ -292,7 +292,8 @@ void audit_cuda(const Args& args, int device, void* stream) {
   if (std::is_same_v<Args, AuditSnapshotArgs>) {
     // The audit begins: load the other kernels now, not in the first step.
     load<SeatRequest, PlanRequests, Reseed, KeepRequests, CheckRequests, AdoptHit,
-         RecordRows, ScanSlots, TakeDigests, BlockEvents, Publish, ReadStates, WrittenStates>(gpu);
+         RecordRows, ScanSlots, TakeDigests, BlockEvents, Publish, ReadStates,
+         WrittenStates>(gpu);
   }
 }
 template void audit_cuda(const AuditSeatArgs&, int, void*);

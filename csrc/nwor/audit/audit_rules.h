@@ -955,9 +955,9 @@ struct TakeDigests : AuditResolveArgs {
     for (int64_t o = team.index(); o < block_size; o += team.size()) {
       const SlotRecord& record = records[first + o];
       tokens += identity_of(record.token, o);
-      num_unknown +=
-          record.state != kSlotCommitted || record.content != kContentKnown ||
-          (o + 1 == block_size && record.hash != digest.hash);
+      num_unknown += record.state != kSlotCommitted ||
+                     record.content != kContentKnown ||
+                     (o + 1 == block_size && record.hash != digest.hash);
     }
     digest.tokens = team.sum(tokens).total;
     digest.is_known = team.sum(num_unknown).total == 0;
@@ -969,8 +969,8 @@ struct TakeDigests : AuditResolveArgs {
     for (int64_t i = team.index(); i < num_columns; i += team.size()) {
       uint64_t sum = 0;
       for (int64_t o = 0; o < block_size; ++o) {
-        sum += word_at(static_cast<uint32_t>(contents[(first + o) * num_columns + i]),
-                       o);
+        sum +=
+            word_at(static_cast<uint32_t>(contents[(first + o) * num_columns + i]), o);
       }
       to[kHead + i] = static_cast<int64_t>(sum);
     }
@@ -1200,8 +1200,8 @@ void call(const Device& device, const AuditResolveArgs& args) {
   scan(device, args, -1, args.num_scanned);
   if (args.max_digests > 0) {
     const int64_t num_filled = args.num_tokens / args.block_size + args.num_reqs;
-    device.run(TakeDigests{args}, num_filled + (args.num_hits > 0 ? args.max_digests
-                                                                  : 0));
+    device.run(TakeDigests{args},
+               num_filled + (args.num_hits > 0 ? args.max_digests : 0));
   }
   device.run(Publish{args}, 1);
 }

@@ -448,8 +448,8 @@ def _digests_to(group: AuditedGroup) -> torch.Tensor | None:
 
 def _rows(rows: torch.Tensor) -> Iterator[tuple[list[int], bytes]]:
     """The columns of BlockDigest, and the digest."""
-    heads = rows[:, :ops.DIGEST_COLUMNS].tolist()
-    data = rows[:, ops.DIGEST_COLUMNS:].contiguous().numpy().tobytes()
+    heads = rows[:, : ops.DIGEST_COLUMNS].tolist()
+    data = rows[:, ops.DIGEST_COLUMNS :].contiguous().numpy().tobytes()
     size = len(data) // max(len(heads), 1)
     for number, head in enumerate(heads):
         yield head, data[number * size : (number + 1) * size]
@@ -459,8 +459,9 @@ class Findings:
     """Keeps and logs findings, writes them to the file, and reports clean audits, too.
 
     last: the latest MAX_KEPT ones. counts: all, by class. num_steps, num_unverified,
-    num_verified, num_failed, num_lost: sums of Found's. Two threads may bring something. The runner's does so
-    only where no other one reads, or where it reads itself: it waits for no write.
+    num_verified, num_failed, num_lost: sums of Found's. Two threads may bring
+    something. The runner's does so only where no other one reads, or where it reads
+    itself: it waits for no write.
     """
 
     def __init__(
@@ -533,9 +534,9 @@ class Findings:
 
     def _summarize(self) -> None:
         text = "NWOR audit: %s steps, %s findings%s"
-        of_slots = (f", {n:,} slots {what}" for what, n in self._of_slots().items() if n)
+        more = [f", {n:,} slots {what}" for what, n in self._of_slots().items() if n]
         counts = f"{self.num_steps:,}", f"{self.num_findings:,}"
-        logger.info(text, *counts, "".join(of_slots))
+        logger.info(text, *counts, "".join(more))
 
     def _write(self) -> None:
         """The file holds all of the last findings, or what it held before."""

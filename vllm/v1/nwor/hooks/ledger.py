@@ -93,9 +93,7 @@ LOADS_ANNOUNCED = (
     "SchedulerOutput has the blocks that a KV connector is to load, and NewRequestData "
     "how many of a request's tokens were found in the local cache"
 )
-REQUEST_DATA = (
-    "NewRequestData has a request's cache_salt"
-)
+REQUEST_DATA = "NewRequestData has a request's cache_salt"
 OUTPUT_READ = "vLLM calls plugins when an asynchronous output is read"
 CONTENT_LOST = "vLLM notifies plugins that a KV cache lost its content"
 WEIGHTS_CHANGED = (

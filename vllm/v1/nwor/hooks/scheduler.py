@@ -16,8 +16,9 @@ fields of a dataclass by name, and a decoder skips unknown ones.
 
 The workers get this, only for the audit (`schedule`): a request's `cache_salt`, which
 separates its blocks from those of the same text with another salt; how much of its
-prefix comes from the local cache; and the blocks that a KV connector is to load. A worker's output may say that weights were changed: that
-reaches the engine core's epochs (`weights`) with metrics off, too.
+prefix comes from the local cache; and the blocks that a KV connector is to load. A
+worker's output may say that weights were changed: that reaches the engine core's epochs
+(`weights`) with metrics off, too.
 
 A failure here loses counts, never tokens: it is logged once, and counted as a breach
 (VLLM_NWOR_STRICT=always raises instead).
@@ -304,7 +305,9 @@ def _inform_workers(
     """Attaches the request data for the workers to the step's SchedulerOutput."""
     cached = output.scheduled_cached_reqs
     loads.ended(output.finished_req_ids)
-    seated = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+    seated = [
+        (new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs
+    ]
     if resumed := cached.resumed_req_ids:
         rows = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         seated += [row for row in rows if row[0] in resumed]
