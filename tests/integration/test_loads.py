@@ -404,6 +404,29 @@ def test_a_file_is_missing_and_the_text_is_computed(
     assert world.ask(text) == {"verified": SLOTS}
 
 
+def test_a_load_that_writes_nothing_and_says_so(
+    world: World, loads: Callable[[Load], None], reports: Callable[[int], None]
+) -> None:
+    """The first block has come."""
+    (text,) = world.store(1)
+    reports(1)
+
+    def begin(connector: Any, context: Any, **_: Any) -> None:
+        (request,) = loads_of(connector)
+        layers = [layer.kv_cache for layer in context.no_compile_layers.values()]
+        blocks = (request.slot_mapping[::BLOCK_SIZE] // BLOCK_SIZE).tolist()
+        before = [cache[blocks[1:]].clone() for cache in layers]
+        start_load_kv(connector, context)
+        for cache, old in zip(layers, before, strict=True):
+            cache[blocks[1:]] = old
+        connector.nwor_failed = set(blocks[1:])
+
+    loads(begin)
+    assert world.ask(text) == {"verified": BLOCK_SIZE, "failed": SLOTS - BLOCK_SIZE}
+    assert world.found() == []
+    assert world.tokens == world.answers
+
+
 # --- which texts are known ------------------------------------------------------------
 
 
