@@ -1558,6 +1558,26 @@ def test_a_load_that_is_reported_as_failed_is_no_finding(case):
     assert (known == (CUT,)) == bool(counts[1])
 
 
+def test_what_failed_in_a_step_is_in_its_own_output():
+    """It is read when the next step, with the same block, is on its way."""
+    world = World(loads=Loads.UNKNOWN, num_digests=4)
+    assert world.runs("a", OTHER[:8], [5, 6]) == []
+    world.finish("a")
+    world.found = lambda: None
+    reads = []
+    for name, text in (("b", TEXT), ("c", TEXT[4:])):
+        world.fill(OTHER[:4])
+        world.local = {name: 0}
+        world.runs(name, text[:5], [1, 2], hit=4)
+        world.finish(name)
+        reads.append(world.observer.output_ready())
+    (first, second), findings = reads, world.observer.findings
+    first(None, {1})
+    assert (findings.counts, findings.num_failed) == ({}, 4)
+    second(None, ())
+    assert (findings.counts, findings.num_failed) == ({"never_loaded": 4}, 4)
+
+
 def stored(*rejected, **settings):
     """The first two blocks of a text were stored to places 6 and 7, and another request
     has taken the blocks."""
