@@ -230,14 +230,18 @@ def test_stored_blocks_of_other_weights_are_found(
     assert (right == answer) == (case != "kept")
 
 
-def test_preempted_requests_are_loaded_as_they_were_stored() -> None:
+def test_preempted_requests_are_loaded_as_they_were_stored(adapter: str) -> None:
     """Their blocks are reused in between."""
     engine, _ = stored(num_gpu_blocks_override=18, speculative_config=None)
     before = HostSpec.last.num_loaded
     engine.run([Request(f"many{n}", prompt(60 + n, 50), 90) for n in range(8)])
-    assert HostSpec.last.num_loaded > before
+    num_loaded = (HostSpec.last.num_loaded - before) * BLOCK_SIZE
+    assert num_loaded > 0
     assert found(engine) == []
-    assert engine.audit.audit.totals()["returned"] > 0
+    totals, num_verified = totals_of(engine)
+    assert totals["unverified"] == 0
+    known = (totals["returned"] + num_verified, totals["returned"] > 0)
+    assert known == (num_loaded, adapter == "adapter")
 
 
 def test_a_store_has_the_bytes_from_before_the_step() -> None:
