@@ -40,7 +40,7 @@ from tests.helpers.logs import nwor_log
 from tests.kernels.conftest import DEVICES
 from tests.kernels.reference import random_bytes
 from vllm_nwor import ops
-from vllm_nwor.audit import build, fingerprints, state
+from vllm_nwor.audit import build, fingerprints, state, tables
 from vllm_nwor.audit import findings as audit_findings
 from vllm_nwor.audit import observer as audit_observer
 from vllm_nwor.audit.findings import AuditError, Finding, Findings, Found, Writer
@@ -1506,6 +1506,18 @@ def test_loaded_blocks_without_a_digest_stay_unverified(how):
     else:
         assert (len(blocks), sorted(known)) == (6, [1, 2, 3, 4])
     assert world.counts("unverified") == (24,)
+
+
+def test_what_there_is_no_room_for_is_written_nowhere(monkeypatch):
+    rows_of, num_guards = tables.digest_rows, 8
+    monkeypatch.setattr(tables, "digest_rows", lambda shape: rows_of(shape) + 8)
+    world = World(loads=Loads.UNKNOWN, num_digests=2)
+    guards = world.audit.groups[0].tensors["digests"][-num_guards:]
+    guards.fill_(77)
+    world.local, ids = {"b": 0}, list(range(1, 8))
+    world.fill(TEXT[:24], blocks=ids)
+    assert world.runs("b", TEXT[:25], ids, hit=24) == []
+    assert guards.unique().tolist() == [77]
 
 
 def test_an_opaque_text_has_no_digest_of_its_own():

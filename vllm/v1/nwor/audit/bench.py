@@ -87,7 +87,9 @@ class Bench:
                 **defaults | arguments,
             )
             # As with a KV connector with known transfers.
-            with patch.object(build, "_num_stored", return_value=1):
+            of: dict[str, Any] = {"_num_stored": lambda *_: 1}
+            of["_num_digests"] = lambda *_: 8 + 128 // self.block_size
+            with patch.multiple(build, **of):
                 self.llm = LLMEngine.from_engine_args(engine_args)
         core: Any = self.llm.engine_core
         executor = core.engine_core.model_executor

@@ -63,7 +63,8 @@ class AuditError(RuntimeError):
 
 @dataclass(frozen=True)
 class Writer:
-    """Who wrote last to a slot. request: None if nobody did, or it is forgotten."""
+    """Who wrote last to a slot. request: None if nobody did, or it is forgotten. step:
+    0 also of other_text, which says who computed what a load brought."""
 
     request: str | None
     generation: int
