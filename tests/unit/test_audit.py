@@ -15,11 +15,14 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from tests.helpers.logs import nwor_log
+from vllm_nwor.audit import build
 from vllm_nwor.audit.requests import MAX_FEATURES, features_of, hash_of, seed_of
 from vllm_nwor.base import errors
+from vllm_nwor.config import NworConfig
 from vllm_nwor.hooks import connectors
 from vllm_nwor.hooks.scheduled import ScheduledStep
 from vllm_nwor.hooks.scheduler import _schedule
+from vllm_nwor.layout.caches import Loads as Known
 from vllm_nwor.step import Loads
 
 
@@ -234,6 +237,14 @@ def test_what_is_loaded_in_the_step():
     assert about == (("salt", 90), NOTHING)
 
 
+def test_null_blocks_are_not_loaded():
+    """In front of a window."""
+    scheduler = Scheduler()
+    calls = scheduler.asks(0), scheduler.gets(3 * BLOCK, [0, 0, 9, 4])
+    about = scheduler.schedule(*calls, num_computed=3 * BLOCK)
+    assert about == (("salt", 0), loads([[9]]))
+
+
 @pytest.mark.parametrize("is_v2", [False, True])
 def test_a_preempted_request_may_load(is_v2):
     """V2's runner gets a resumed request as a new one."""
@@ -377,6 +388,30 @@ def test_only_memory_of_this_process_is_known_to_be_its_own():
 )
 def test_connectors_that_change_bytes_are_named(of, env, expected):
     assert connectors.bytes_changed_by(of, env) == expected
+
+
+@pytest.mark.parametrize(
+    ("store", "has_own_store", "changed_by", "is_own", "expected"),
+    [
+        ("auto", False, "", False, "which may differ from it"),
+        ("auto", True, "", True, "compared with what this engine has computed"),
+        ("own", False, "", True, "compared with what this engine has computed"),
+        ("shared", True, "", False, "which may differ from it"),
+        ("own", True, "X (y: z)", False, "bytes are changed by X (y: z)"),
+    ],
+)
+def test_start_up_says_what_loads_are_compared_with(
+    store, has_own_store, changed_by, is_own, expected
+):
+    limits = SimpleNamespace(loads=Known.UNKNOWN, bytes_changed_by=changed_by)
+    limits.has_own_store = has_own_store
+    config = NworConfig.from_env({"VLLM_NWOR_AUDIT_STORE": store})
+    assert build._is_own(limits, config) == is_own
+    (line,) = build._about_loads(limits, config)
+    assert line.startswith("loads: ")
+    assert line.endswith(expected)
+    limits.loads = Known.NONE
+    assert build._about_loads(limits, config) == []
 
 
 @pytest.mark.parametrize("strict", ["0", "always"])

@@ -116,7 +116,8 @@ class FollowedLoads:
         load = self._loads[name] = Load(request, local, local + num_external)
         if len(self._block_sizes) == 1:
             (ids,), (size,) = blocks.get_block_ids(), self._block_sizes
-            self._blocks.append([ids[local // size : -(-load.end // size)]])
+            filled = ids[local // size : -(-load.end // size)]
+            self._blocks.append([[*filter(None, filled)]])  # no null blocks
         elif takes_steps:
             # Its groups may have found different prefixes in the cache, with hashes.
             self._blocks.append(blocks.get_unhashed_block_ids_all_groups())
