@@ -63,6 +63,11 @@ def load(engine: Engine, later: list[Request]) -> int:
     return HostSpec.last.num_loaded * BLOCK_SIZE
 
 
+def totals_of(engine: Engine) -> tuple[dict[str, int], int]:
+    """The audit's, and the slots that it has verified by their text."""
+    return engine.audit.audit.totals(), engine.audit.findings.num_verified
+
+
 @contextmanager
 def untold() -> Iterator[None]:
     """The audit's adapter for the connector is off: it knows only, from the scheduler,
@@ -86,10 +91,11 @@ def test_correct_stores_and_loads_are_no_findings(
     num_loaded = load(engine, later)
     assert engine.audit.audit.loads.name == {"adapter": "KNOWN"}.get(adapter, "UNKNOWN")
     assert found(engine) == []
-    # Loaded bytes are compared with the stored ones, or counted as unverified.
-    totals = engine.audit.audit.totals()
-    known = (totals["returned"], totals["unverified"])
+    # Loaded bytes are compared with the stored ones, or with those of their text.
+    totals, num_verified = totals_of(engine)
+    known = (totals["returned"], num_verified)
     assert known == ((num_loaded, 0) if adapter == "adapter" else (0, num_loaded))
+    assert totals["unverified"] == 0
 
 
 @pytest.mark.parametrize("speculates", [True, False])
@@ -224,14 +230,18 @@ def test_stored_blocks_of_other_weights_are_found(
     assert (right == answer) == (case != "kept")
 
 
-def test_preempted_requests_are_loaded_as_they_were_stored() -> None:
+def test_preempted_requests_are_loaded_as_they_were_stored(adapter: str) -> None:
     """Their blocks are reused in between."""
     engine, _ = stored(num_gpu_blocks_override=18, speculative_config=None)
     before = HostSpec.last.num_loaded
     engine.run([Request(f"many{n}", prompt(60 + n, 50), 90) for n in range(8)])
-    assert HostSpec.last.num_loaded > before
+    num_loaded = (HostSpec.last.num_loaded - before) * BLOCK_SIZE
+    assert num_loaded > 0
     assert found(engine) == []
-    assert engine.audit.audit.totals()["returned"] > 0
+    totals, num_verified = totals_of(engine)
+    assert totals["unverified"] == 0
+    known = (totals["returned"] + num_verified, totals["returned"] > 0)
+    assert known == (num_loaded, adapter == "adapter")
 
 
 def test_a_store_has_the_bytes_from_before_the_step() -> None:
@@ -268,15 +278,16 @@ def test_partly_stored_blocks_are_no_findings() -> None:
     assert found(engine) == []
 
 
-def test_only_the_last_stored_blocks_are_verified() -> None:
-    """With 20 blocks in the cache the last three."""
+def test_only_the_last_stored_blocks_are_verified_by_slot() -> None:
+    """With 20 blocks in the cache the last three; the others by their text."""
     engine, later = stored(num_gpu_blocks_override=20)
     num_loaded = load(engine, later)
     assert found(engine) == []
     assert engine.audit.audit.groups[0].shape.num_stored == 3
-    totals = engine.audit.audit.totals()
-    assert totals["returned"] + totals["unverified"] == num_loaded
+    totals, num_verified = totals_of(engine)
+    assert totals["returned"] + num_verified == num_loaded
     assert 0 < totals["returned"] <= 3 * BLOCK_SIZE
+    assert totals["unverified"] == 0
 
 
 # --- vLLM's transfers -----------------------------------------------------------------

@@ -40,10 +40,11 @@ from tests.helpers.logs import nwor_log
 from tests.kernels.conftest import DEVICES
 from tests.kernels.reference import random_bytes
 from vllm_nwor import ops
-from vllm_nwor.audit import build, fingerprints, state
+from vllm_nwor.audit import build, fingerprints, state, tables
 from vllm_nwor.audit import findings as audit_findings
 from vllm_nwor.audit import observer as audit_observer
 from vllm_nwor.audit.findings import AuditError, Finding, Findings, Found, Writer
+from vllm_nwor.audit.loads import CUT, zeros_of
 from vllm_nwor.audit.observer import RunnerAudit
 from vllm_nwor.audit.state import Audit
 from vllm_nwor.audit.states import Sizes as StateSizes
@@ -134,6 +135,7 @@ class World:
     loads: Loads = Loads.NONE
     num_groups: int = 1
     num_stored: int = 0
+    num_digests: int = 0
     num_blocks: int = NUM_BLOCKS
     num_layers: int = NUM_LAYERS
     slot_size: tuple[int, int] = (HEADS, WIDTH)
@@ -161,7 +163,8 @@ class World:
         groups = []
         for gid in range(self.num_groups):
             sizes = N, N, self.num_blocks, self.max_tokens // N
-            shape = GroupShape(gid, *sizes, self.window, self.num_stored)
+            more = self.window, self.num_stored, self.num_digests
+            shape = GroupShape(gid, *sizes, *more)
             args = shape, layers, 4, self.max_tokens, self.budget > 0, memory
             groups.append(AuditedGroup(*args))
         args = groups, self.budget, 4, [N] * self.num_groups, memory
@@ -173,6 +176,7 @@ class World:
         self.audit = Audit(*args, self.loads, **of)
         self.requests, self.numbers, self.local = {}, {}, {}
         self.weights, self.loading = Weights(), {}
+        self.loading_blocks: list[Any] = []
         self.news, self.finished, self.copied, self.preempted = [], [], [], set()
         self.texts = torch.zeros(4, self.max_tokens, dtype=torch.int32).to(self.device)
         self.runner = Runner(
@@ -334,8 +338,19 @@ class World:
         scheduled.finished_req_ids = self.finished
         scheduled.preempted_req_ids = self.preempted
         scheduled.kv_cache_block_copies = self.copied
-        known = {name: (None, num, True) for name, num in self.local.items()}
+        known = {name: (None, num) for name, num in self.local.items()}
         scheduled.nwor_audit = known if self.can_say else None
+        if self.loads is Loads.UNKNOWN:
+            of = [self.requests[new.req_id] for new in self.news]
+            nums = [self.local.get(new.req_id, 0) for new in self.news]
+            blocks = [
+                [r.blocks[num // N : -(-r.computed // N)]] * self.num_groups
+                for r, num in zip(of, nums, strict=True)
+                if num < r.computed
+            ]
+            self.loading_blocks += blocks
+            scheduled.nwor_loads = (self.loading_blocks, 0) if self.can_say else None
+            self.loading_blocks = []
         scheduled.nwor_weights = self.weights
         drafts = {name: work.drafts for name, work in works.items() if work.drafts}
         scheduled.scheduled_spec_decode_tokens = drafts
@@ -412,6 +427,32 @@ class World:
         self.transfers(*args, **kwargs)
         return self.step()
 
+    def filled(self):
+        """From here on the blocks whose digests were taken in a step, and their
+        digests, are appended to the list that this returns. Nothing is judged."""
+        blocks = []
+
+        def judge(of, failed, found):
+            for rows in (of.computed, of.loaded):
+                blocks.extend(audit_findings._rows(rows))
+
+        self.audit.outbox._judge = judge
+        return blocks
+
+    def digest(self, text, block, position, name, num_loaded=0):
+        """What `filled` has of a block that ends a text."""
+        group, own = self.audit.groups[0], text[position : position + N]
+        sums = []
+        for name_of_layer in group.names:
+            layer = int(name_of_layer.removeprefix("layer"))
+            slots = [self.slot(layer, block * N + o) for o in range(N)]
+            words = [checksum(s) + o * GAMMA for o, s in enumerate(slots, 1)]
+            sums.append(sum(map(mix, words)) % 2**64)
+        hashes = [signed(identity(part)) for part in (text[: position + N], own)]
+        generation = self.audit.requests[name].generation
+        head = [hashes[0], block, position, generation, num_loaded, hashes[1], 1]
+        return head, np.array(sums, np.uint64).tobytes()
+
     def found(self):
         return self.audit.outbox.take(self.audit.outbox.num_sent).findings
 
@@ -463,6 +504,11 @@ GAMMA = 0x9E3779B97F4A7C15
 def identity(text):
     """H of a text."""
     return sum(mix(t * GAMMA + mix(p + 1)) for p, t in enumerate(text)) % 2**64
+
+
+def signed(value):
+    """As int64."""
+    return (value + 2**63) % 2**64 - 2**63
 
 
 def checksum(slot):
@@ -1298,17 +1344,22 @@ def test_drafts_behind_what_was_loaded_into_their_block(loads):
     assert decode(world) == []
 
 
-@pytest.mark.parametrize("num_groups", [1, 2])
-def test_a_load_whose_request_never_comes(num_groups):
-    """Not known; or into what was another group's block, to which it goes back. A draft
-    is undone there."""
-    loads = [Loads.UNKNOWN, Loads.KNOWN][num_groups - 1]
+@pytest.mark.parametrize("source", ["nobody", "the scheduler", "the connector"])
+def test_a_load_whose_request_never_comes(source):
+    """Or into what was another group's block, to which it goes back. A draft is undone
+    there."""
+    loads = Loads.KNOWN if source == "the connector" else Loads.UNKNOWN
+    num_groups = 2 if loads is Loads.KNOWN else 1
     world = World(num_groups=num_groups, is_undone=True, loads=loads)
+    world.can_say = source != "nobody"
     of_first = {"by_group": [[1], []][:num_groups]}
     world.runs("a", TEXT[:4], [1], **of_first)
     world.finish("a")
     if loads is Loads.KNOWN:
         world.transfers([[], [1]], fills=True)
+    elif world.can_say:
+        world.loading_blocks = [[[1]]]
+        assert world.step() == []
     world.fill(OTHER[:4])
     found = world.runs("b", [91], [1], rejected=(77,), **of_first)
     assert [finding for finding in found if finding.group == 0] == []
@@ -1354,6 +1405,7 @@ def test_a_load_of_what_nobody_knew_to_be_there_is_no_finding():
 def test_what_was_found_in_the_cache_and_not_loaded_is_verified(source):
     """The first block is another text's, in the cache; the second one was loaded."""
     world = World(loads=Loads.KNOWN if source == "the connector" else Loads.UNKNOWN)
+    world.can_say = source != "nobody"
     assert world.runs("a", TEXT[:4], [1]) == []
     world.finish("a")
     if source == "the connector":
@@ -1367,6 +1419,175 @@ def test_what_was_found_in_the_cache_and_not_loaded_is_verified(source):
     assert decode(world) == []
     world.spoil(1, 2 * N + 1)
     assert fields(decode(world)) == ["changed"]
+
+
+# --- digests of blocks ----------------------------------------------------------------
+
+
+def sides(blocks):
+    """In the order of their numbers."""
+    return sorted(blocks, key=lambda block: block[0][1])
+
+
+def test_digests_are_taken_of_the_blocks_that_a_step_fills():
+    """By a prompt, by decodes, and by drafts that were accepted."""
+    world = World(loads=Loads.UNKNOWN, num_digests=8)
+    blocks = world.filled()
+    world.add("a", TEXT[:10], [1, 2, 3, 7, 8])
+    world.add("b", OTHER[:9], [4, 5, 6, 9])
+    assert world.step(a=10, b=9) == []
+    filled = {"a": [1, 2], "b": [4, 5]}
+    texts = {name: world.requests[name].text for name in filled}
+    expected = [
+        world.digest(texts[name], block, N * number, name)
+        for name in filled
+        for number, block in enumerate(filled[name])
+    ]
+    assert sides(blocks) == expected
+    blocks.clear()
+    # a has 10 tokens: with 11, 12 and 13 its third block is full, and 14 is rejected.
+    assert world.step(a=Work(1, (31, 32, 33), 2), b=1) == []
+    assert blocks == [world.digest(world.requests["a"].text, 3, 8, "a")]
+    blocks.clear()
+    assert world.step(a=1, b=Work(1, (31, 32), 0)) == []
+    assert blocks == []
+    # Without room: as much as there is.
+    assert world.step(b=1) == []
+    assert blocks == [world.digest(world.requests["b"].text, 6, 8, "b")]
+
+
+def test_digests_are_taken_of_whole_blocks_that_were_loaded():
+    """One was found in the cache, two are loaded, one in part."""
+    world = World(loads=Loads.UNKNOWN, num_digests=4)
+    assert world.runs("a", TEXT[:4], [1]) == []
+    blocks = world.filled()
+    world.fill(TEXT[:14], 4, [1, 2, 3, 4])
+    world.local = {"b": 4}
+    assert world.runs("b", TEXT[:15], [1, 2, 3, 4], hit=14) == []
+    expected = [world.digest(TEXT, n, N * (n - 1), "b", N) for n in (2, 3)]
+    *whole, (in_part, _) = sides(blocks)
+    assert whole == expected
+    assert (in_part[1], in_part[4], in_part[-1]) == (4, 2, 0)
+    assert world.counts("unverified") == (10,)
+    blocks.clear()
+    # The last block is filled by the request.
+    assert world.step(b=1) == []
+    assert blocks == [world.digest(world.requests["b"].text, 4, 12, "b")]
+
+
+def test_a_block_that_was_loaded_in_part_is_no_version_of_its_text():
+    """The request goes on in it. Nor is the next one that begins there, from its own
+    text, mistaken for it."""
+    world = World(loads=Loads.UNKNOWN, num_digests=4)
+    (digests,) = world.audit.outbox.digests
+    world.fill(TEXT[:6])
+    world.local = {"a": 0}
+    assert world.runs("a", TEXT[:8], [1, 2], hit=6) == []
+    key = signed(identity(TEXT[:8]))
+    assert digests._texts[key] == (CUT,)
+    world.finish("a")
+    assert world.runs("b", TEXT[:8], [1, 2]) == []
+    assert len(digests._texts[key]) == 2
+
+
+@pytest.mark.parametrize("how", ["room", "budget"])
+def test_loaded_blocks_without_a_digest_stay_unverified(how):
+    """There is room for one, or only four are read."""
+    more = {"num_digests": 1} if how == "room" else {"budget": 1, "num_digests": 8}
+    world = World(loads=Loads.UNKNOWN, **more)
+    blocks = world.filled()
+    ids = list(range(1, 8))
+    world.fill(TEXT[:24], blocks=ids)
+    world.local = {"b": 0}
+    assert world.runs("b", TEXT[:25], ids, hit=24) == []
+    known = [head[1] for head, _ in blocks if head[-1]]
+    if how == "room":
+        assert len(blocks) == len(known) == 1
+    else:
+        assert (len(blocks), sorted(known)) == (6, [1, 2, 3, 4])
+    assert world.counts("unverified") == (24,)
+
+
+def test_what_there_is_no_room_for_is_written_nowhere(monkeypatch):
+    rows_of, num_guards = tables.digest_rows, 8
+    monkeypatch.setattr(tables, "digest_rows", lambda shape: rows_of(shape) + 8)
+    world = World(loads=Loads.UNKNOWN, num_digests=2)
+    guards = world.audit.groups[0].tensors["digests"][-num_guards:]
+    guards.fill_(77)
+    world.local, ids = {"b": 0}, list(range(1, 8))
+    world.fill(TEXT[:24], blocks=ids)
+    assert world.runs("b", TEXT[:25], ids, hit=24) == []
+    assert guards.unique().tolist() == [77]
+
+
+def test_an_opaque_text_has_no_digest_of_its_own():
+    world = World(loads=Loads.UNKNOWN, num_digests=4)
+    blocks = world.filled()
+    world.add("a", TEXT[:4], [1])
+    world.requests["a"].is_opaque = True
+    assert world.step(a=4) == []
+    ((head, _),) = blocks
+    assert (head[0], head[-1]) == (0, 0)
+
+
+def test_a_block_of_zeros_has_the_digest_of_zeros():
+    world = World(loads=Loads.UNKNOWN, num_digests=4)
+    blocks = world.filled()
+    for cache in world.caches:
+        cache.zero_()
+    world.local = {"a": 0}
+    assert world.runs("a", TEXT[:5], [1, 2], hit=4) == []
+    ((_, digest),) = blocks
+    assert digest == zeros_of(world.audit.groups[0])
+
+
+# The connector's report: which blocks; what is found, and counts of slots.
+FAILED = {
+    "nothing": ((), ["other_text"] * 2, (0, 0)),
+    "one": ({2}, ["other_text"], (0, 4)),
+    "both": ({1, 2}, [], (0, 8)),
+    "another": ({9}, ["other_text"] * 2, (0, 0)),
+}
+
+
+@pytest.mark.parametrize("case", FAILED)
+def test_a_load_that_is_reported_as_failed_is_no_finding(case):
+    """What the step has computed behind it is not remembered."""
+    failed, kinds, counts = FAILED[case]
+    world = World(loads=Loads.UNKNOWN, num_digests=4)
+    assert world.runs("a", OTHER[:8], [5, 6]) == []
+    world.finish("a")
+    world.fill(OTHER[:8])
+    world.local = {"b": 0}
+    outbox = world.audit.outbox
+    world.found = lambda: outbox.take(outbox.num_sent, None, failed)
+    (digests,) = world.audit.outbox.digests
+    found = world.runs("b", TEXT[:12], [1, 2, 3], hit=8)
+    assert fields(found.findings) == kinds
+    assert (found.num_unverified, found.num_failed) == counts
+    assert found.num_verified == 0
+    known = digests._texts[signed(identity(TEXT[:12]))]
+    assert (known == (CUT,)) == bool(counts[1])
+
+
+def test_what_failed_in_a_step_is_in_its_own_output():
+    """It is read when the next step, with the same block, is on its way."""
+    world = World(loads=Loads.UNKNOWN, num_digests=4)
+    assert world.runs("a", OTHER[:8], [5, 6]) == []
+    world.finish("a")
+    world.found = lambda: None
+    reads = []
+    for name, text in (("b", TEXT), ("c", TEXT[4:])):
+        world.fill(OTHER[:4])
+        world.local = {name: 0}
+        world.runs(name, text[:5], [1, 2], hit=4)
+        world.finish(name)
+        reads.append(world.observer.output_ready())
+    (first, second), findings = reads, world.observer.findings
+    first(None, {1})
+    assert (findings.counts, findings.num_failed) == ({}, 4)
+    second(None, ())
+    assert (findings.counts, findings.num_failed) == ({"never_loaded": 4}, 4)
 
 
 def stored(*rejected, **settings):
@@ -1831,7 +2052,8 @@ def test_the_memory_of_an_8b_model_is_0_15_percent_of_its_cache(monkeypatch):
     size = reserved(False)
     assert 0.0012 * room < size <= 0.0015 * room
     vllm_config.kv_transfer_config = SimpleNamespace(kv_connector="OffloadingConnector")
-    assert reserved(False) == size
+    # A connector whose stores are not seen: digests of a step's blocks.
+    assert reserved(False) == size + (1 + 2 * (8192 // 16 + 1024)) * 7 * 8
     assert 1.1 * size < reserved(True) <= 0.0015 * room
     assert reserved(True, 1000) < size / 10
     # A group of drafts' layers alone is not audited.

@@ -11,12 +11,19 @@ import torch
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from tests.helpers.logs import nwor_log
+from vllm_nwor.audit import build
 from vllm_nwor.audit.requests import MAX_FEATURES, features_of, hash_of, seed_of
 from vllm_nwor.base import errors
+from vllm_nwor.config import NworConfig
+from vllm_nwor.hooks import connectors
 from vllm_nwor.hooks.scheduled import ScheduledStep
 from vllm_nwor.hooks.scheduler import _schedule
+from vllm_nwor.layout.caches import Loads as Known
+from vllm_nwor.step import Loads
 
 
 def new(lora=None, images=(), prompt_embeds=None, **others):
@@ -32,7 +39,7 @@ def new(lora=None, images=(), prompt_embeds=None, **others):
 def seen(request, salt=None):
     """A request that is new in a step, as observers see it."""
     request.req_id, request.block_ids, request.num_computed_tokens = "a", [[1]], 0
-    known = {"a": (salt, None, False)}
+    known = {"a": (salt, None)}
     output = SimpleNamespace(scheduled_new_reqs=[request], nwor_audit=known)
     (found,) = ScheduledStep(output).new_requests()
     return found
@@ -122,64 +129,289 @@ def test_vllms_block_keys_have_no_other_parts():
     assert keys == [("lora", "acme", "/a")]
 
 
-# --- what a request has of its own ----------------------------------------------------
+# --- what a request has of its own, and what is loaded for it -------------------------
+
+BLOCK = 16
+
+
+class Connector:
+    """Loads what it is told to."""
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        return None, False
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        pass
+
+
+def held(*groups, first=1):
+    """vLLM's KVCacheBlocks, of numbers of blocks; from the `first` on without hash."""
+    blocks = tuple(
+        tuple(KVCacheBlock(number) for number in of_group) for of_group in groups
+    )
+    for of_group in blocks:
+        for block in of_group[:first]:
+            block._block_hash = b"hash"
+        for block in of_group:
+            block.is_null = not block.block_id
+    return KVCacheBlocks(blocks)
 
 
 class Scheduler:
-    """Schedules one request; returns the audit's data for the workers."""
+    """Schedules one request, "a"; returns the audit's data for the workers."""
 
-    finished_recving_kv_req_ids = ()
-
-    def __init__(self):
-        found = SimpleNamespace(num_local_cached_tokens=32)
-        self.request = SimpleNamespace(
-            cache_salt="salt", prefill_stats=found, num_preemptions=0
-        )
+    def __init__(self, num_groups=1, connector=None):
+        self.connector = connector or Connector()
+        managers = [SimpleNamespace(block_size=BLOCK)] * num_groups
+        coordinator = SimpleNamespace(single_type_managers=managers)
+        self.kv_cache_manager = SimpleNamespace(coordinator=coordinator)
+        self.request = SimpleNamespace(request_id="a", cache_salt="salt")
         self.requests = {"a": self.request}
+        self.failed_recving_kv_req_ids = set()
 
-    def schedule(self, num_computed=64, is_resumed=False):
-        self.request.num_computed_tokens = num_computed
+    def schedule(self, *calls, num_computed=None, is_resumed=False, finished=()):
+        """calls: the connector's, within the step. num_computed: None: it is not
+        seated."""
         request = new(req_id="a", num_computed_tokens=num_computed)
-        output = SimpleNamespace(
-            scheduled_new_reqs=[] if is_resumed else [request],
-            scheduled_cached_reqs=SimpleNamespace(
-                resumed_req_ids={"a"} if is_resumed else set()
-            ),
+        is_new = num_computed is not None and not is_resumed
+        cached = SimpleNamespace(
+            resumed_req_ids={"a"} if is_resumed else set(),
+            req_ids=["other", "a"],
+            num_computed_tokens=[7, num_computed],
         )
-        found = _schedule(lambda: output, self, (), {})
-        # vLLM removes them with the first token.
-        self.request.prefill_stats = None
-        return None if is_resumed else found.nwor_audit["a"]
+        output = SimpleNamespace(
+            scheduled_new_reqs=[request] if is_new else [],
+            scheduled_cached_reqs=cached,
+            finished_req_ids=set(finished),
+        )
 
-    def preempt(self):
-        self.request.num_preemptions += 1
+        def step():
+            for call in calls:
+                call()
+            return output
+
+        _schedule(step, self, (), {})
+        seen = ScheduledStep(output)
+        of_request = getattr(output, "nwor_audit", {}).get("a")
+        return of_request, seen.loads()
+
+    def asks(self, local):
+        def call():
+            self.connector.get_num_new_matched_tokens(self.request, local)
+
+        return call
+
+    def gets(self, num_external, *groups):
+        def call():
+            self.connector.update_state_after_alloc(
+                self.request, held(*groups or [[7, 8, 9, 4]]), num_external
+            )
+
+        return call
 
 
-def test_a_sessions_next_turn_has_its_text_in_its_own_blocks():
+NOTHING = Loads()
+
+
+def loads(*blocks, failed=0):
+    return Loads(blocks, failed)
+
+
+def asynchronous():
+    connector = Connector()
+    connector.get_num_new_matched_tokens = lambda request, num_computed_tokens: (5, 1)
+    return connector
+
+
+def test_what_is_loaded_in_the_step():
+    """Behind a block of the cache, two; the last one in part. vLLM asked twice."""
     scheduler = Scheduler()
-    assert scheduler.schedule() == ("salt", 32, False)
-    assert scheduler.schedule(90) == ("salt", 90, False)
-    assert scheduler.schedule(120) == ("salt", 120, False)
+    calls = scheduler.asks(0), scheduler.asks(BLOCK), scheduler.gets(2 * BLOCK - 3)
+    assert scheduler.schedule(*calls, num_computed=3 * BLOCK - 3) == (
+        ("salt", BLOCK),
+        loads([[8, 9]]),
+    )
+    assert scheduler.schedule() == (None, NOTHING)
+    # A session's next turn: vLLM does not ask, and all is its own.
+    about = scheduler.schedule(scheduler.gets(0), num_computed=90)
+    assert about == (("salt", 90), NOTHING)
+
+
+def test_null_blocks_are_not_loaded():
+    """In front of a window."""
+    scheduler = Scheduler()
+    calls = scheduler.asks(0), scheduler.gets(3 * BLOCK, [0, 0, 9, 4])
+    about = scheduler.schedule(*calls, num_computed=3 * BLOCK)
+    assert about == (("salt", 0), loads([[9]]))
 
 
 @pytest.mark.parametrize("is_v2", [False, True])
-def test_a_preempted_session_may_have_loaded_blocks(is_v2):
-    """V2's runner gets a resumed request as a new one. In the next turn it has its own
-    blocks again."""
+def test_a_preempted_request_may_load(is_v2):
+    """V2's runner gets a resumed request as a new one."""
     scheduler = Scheduler()
-    scheduler.schedule()
-    scheduler.preempt()
-    expected = ("salt", None, False) if is_v2 else None
-    assert scheduler.schedule(90, is_resumed=not is_v2) == expected
-    assert scheduler.schedule(120) == ("salt", 120, False)
-    scheduler.preempt()
-    assert scheduler.schedule(60) == ("salt", None, False)
+    how = {"num_computed": 40, "is_resumed": not is_v2}
+    calls = scheduler.asks(BLOCK), scheduler.gets(24)
+    assert scheduler.schedule(*calls, **how) == (("salt", BLOCK), loads([[8, 9]]))
+    calls = scheduler.asks(32), scheduler.gets(0)
+    assert scheduler.schedule(*calls, **how) == (("salt", 40), NOTHING)
 
 
-def test_a_request_that_vllm_has_dropped_is_unknown():
+def test_a_load_that_takes_steps_is_announced_at_once():
+    """It is said once more, with 0, when it is complete; a whole prompt then lacks its
+    last token, which is no failure."""
+    scheduler = Scheduler(connector=asynchronous())
+    assert scheduler.schedule(scheduler.asks(BLOCK), scheduler.gets(2 * BLOCK)) == (
+        None,
+        loads([[8, 9]]),
+    )
+    assert scheduler.schedule() == (None, NOTHING)
+    about = scheduler.schedule(scheduler.gets(0), num_computed=3 * BLOCK - 1)
+    assert about == (("salt", BLOCK), NOTHING)
+
+
+@pytest.mark.parametrize("num_computed", [BLOCK, 2 * BLOCK])
+def test_a_load_that_failed_in_part(num_computed):
+    scheduler = Scheduler(connector=asynchronous())
+    scheduler.schedule(scheduler.asks(BLOCK), scheduler.gets(2 * BLOCK))
+    scheduler.failed_recving_kv_req_ids = {"a"}
+    about, found = scheduler.schedule(scheduler.gets(0), num_computed=num_computed)
+    assert about == ("salt", BLOCK)
+    assert found == loads(failed=3 * BLOCK - num_computed)
+    scheduler.failed_recving_kv_req_ids = set()
+    assert scheduler.schedule() == (None, NOTHING)
+
+
+def test_a_load_that_failed_and_is_asked_for_again():
+    """Now some of it is in the cache."""
+    scheduler = Scheduler(connector=asynchronous())
+    scheduler.schedule(scheduler.asks(0), scheduler.gets(3 * BLOCK))
+    scheduler.failed_recving_kv_req_ids = {"a"}
+    calls = scheduler.asks(BLOCK), scheduler.gets(2 * BLOCK)
+    assert scheduler.schedule(*calls) == (None, loads([[8, 9]], failed=3 * BLOCK))
+    scheduler.failed_recving_kv_req_ids = set()
+    about = scheduler.schedule(num_computed=3 * BLOCK)
+    assert about == (("salt", BLOCK), NOTHING)
+
+
+@pytest.mark.parametrize("status", ["FINISHED_ERROR", "FINISHED_ABORTED"])
+def test_a_request_that_ends_while_it_is_loaded(status):
+    """With the policy `fail`, or because nobody waits for it."""
+    scheduler = Scheduler(connector=asynchronous())
+    scheduler.schedule(scheduler.asks(BLOCK), scheduler.gets(2 * BLOCK))
+    scheduler.requests = {}
+    scheduler.request.status = SimpleNamespace(name=status)
+    num_failed = 2 * BLOCK if status == "FINISHED_ERROR" else 0
+    found = scheduler.schedule(finished=["a"])
+    assert found == (None, loads(failed=num_failed))
+
+
+def test_several_groups_may_have_found_different_prefixes():
+    """What a load fills has no hash yet, and is no null block."""
+    scheduler = Scheduler(2, asynchronous())
+    groups = [7, 8, 9], [0, 0, 5]
+    calls = scheduler.asks(BLOCK), scheduler.gets(2 * BLOCK, *groups)
+    assert scheduler.schedule(*calls) == (None, loads([[8, 9], [5]]))
+    # Within a step all have their hashes by then.
+    scheduler = Scheduler(2, None)
+    calls = scheduler.asks(BLOCK), scheduler.gets(2 * BLOCK, *groups)
+    about = scheduler.schedule(*calls, num_computed=3 * BLOCK)
+    assert about == (("salt", None), NOTHING)
+
+
+def test_a_request_that_vllm_has_dropped_has_no_salt():
     scheduler = Scheduler()
     scheduler.requests = {}
-    assert scheduler.schedule() == (None, None, False)
+    assert scheduler.schedule(num_computed=8) == ((None, 8), NOTHING)
+
+
+def test_a_connector_that_is_not_as_expected(monkeypatch):
+    """It loads; what it loads is not known, from then on."""
+    monkeypatch.setattr(errors, "_logged", set())
+    connector = Connector()
+    connector.get_num_new_matched_tokens = lambda request, num_computed_tokens: None
+    scheduler = Scheduler(connector=connector)
+    with nwor_log() as lines:
+        for _ in range(2):
+            calls = scheduler.asks(BLOCK), scheduler.gets(2 * BLOCK)
+            about = scheduler.schedule(*calls, num_computed=3 * BLOCK)
+            assert about == (("salt", None), None)
+    (line,) = lines
+    assert "loads of the KV connector cannot be followed; they stay unverified" in line
+
+
+# --- stores ---------------------------------------------------------------------------
+
+
+def transfer(name, module=None, **more):
+    return SimpleNamespace(
+        kv_connector=name,
+        kv_connector_module_path=module,
+        kv_connector_extra_config=more,
+    )
+
+
+def multi(*names):
+    return transfer("MultiConnector", connectors=[{"kv_connector": n} for n in names])
+
+
+OWN = [transfer("OffloadingConnector"), multi("OffloadingConnector")]
+SHARED = [
+    transfer("OffloadingConnector", "mine"),
+    transfer("OffloadingConnector", spec_name="TieringOffloadingSpec"),
+    transfer("ExampleConnector"),
+    multi("OffloadingConnector", "ExampleConnector"),
+]
+
+
+def test_only_memory_of_this_process_is_known_to_be_its_own():
+    assert [connectors.has_own_store(of) for of in OWN] == [True] * len(OWN)
+    assert [connectors.has_own_store(of) for of in SHARED] == [False] * len(SHARED)
+
+
+@pytest.mark.parametrize(
+    ("of", "env", "expected"),
+    [
+        (transfer("LMCacheConnectorV1"), {}, ""),
+        (transfer("LMCacheConnectorV1"), {"LMCACHE_REMOTE_SERDE": "naive"}, ""),
+        (
+            transfer("LMCacheConnectorV1", **{"lmcache.remote_serde": "cachegen"}),
+            {"LMCACHE_REMOTE_SERDE": "naive"},
+            "LMCacheConnectorV1 (remote_serde: cachegen)",
+        ),
+        (
+            multi("ExampleConnector", "LMCacheMPConnector"),
+            {"LMCACHE_ENABLE_BLENDING": "True"},
+            "LMCacheMPConnector (enable_blending: True)",
+        ),
+        (transfer("ExampleConnector"), {"LMCACHE_ENABLE_BLENDING": "True"}, ""),
+    ],
+)
+def test_connectors_that_change_bytes_are_named(of, env, expected):
+    assert connectors.bytes_changed_by(of, env) == expected
+
+
+@pytest.mark.parametrize(
+    ("store", "has_own_store", "changed_by", "is_own", "expected"),
+    [
+        ("auto", False, "", False, "which may differ from it"),
+        ("auto", True, "", True, "compared with what this engine has computed"),
+        ("own", False, "", True, "compared with what this engine has computed"),
+        ("shared", True, "", False, "which may differ from it"),
+        ("own", True, "X (y: z)", False, "bytes are changed by X (y: z)"),
+    ],
+)
+def test_start_up_says_what_loads_are_compared_with(
+    store, has_own_store, changed_by, is_own, expected
+):
+    limits = SimpleNamespace(loads=Known.UNKNOWN, bytes_changed_by=changed_by)
+    limits.has_own_store = has_own_store
+    config = NworConfig.from_env({"VLLM_NWOR_AUDIT_STORE": store})
+    assert build._is_own(limits, config) == is_own
+    (line,) = build._about_loads(limits, config)
+    assert line.startswith("loads: ")
+    assert line.endswith(expected)
+    limits.loads = Known.NONE
+    assert build._about_loads(limits, config) == []
 
 
 @pytest.mark.parametrize("strict", ["0", "always"])
@@ -188,7 +420,7 @@ def test_a_failure_in_the_scheduler_hook_ends_no_step(strict, monkeypatch):
     monkeypatch.setenv("VLLM_NWOR_STRICT", strict)
     monkeypatch.setattr(errors, "_logged", set())
     output = SimpleNamespace(scheduled_new_reqs=[object()], scheduled_cached_reqs=None)
-    scheduler = SimpleNamespace(requests={})
+    scheduler = SimpleNamespace(requests={}, connector=None)
     if strict == "always":
         with pytest.raises(AttributeError):
             _schedule(lambda: output, scheduler, (), {})

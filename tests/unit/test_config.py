@@ -17,6 +17,7 @@ from vllm_nwor.config import (
     NworConfigError,
     OnReject,
     StaleMode,
+    Store,
     Strict,
 )
 
@@ -24,7 +25,7 @@ from vllm_nwor.config import (
 @pytest.mark.parametrize("empty", [{}, dict.fromkeys(ENV_NAMES, "")])
 def test_an_empty_environment_means_off_with_metrics(empty):
     steps = (Mode.OFF, True, Strict.NEVER, False, None, None)
-    audit = (AuditMode.OFF, 32, "", StaleMode.FIND)
+    audit = (AuditMode.OFF, 32, "", StaleMode.FIND, Store.AUTO)
     assert NworConfig.from_env(empty) == NworConfig(*steps, *audit, OnReject.RESTORE)
 
 
@@ -34,11 +35,12 @@ def test_every_variable_is_read():
         *("MAX_LOG_ROWS=64", "SHADOW_BLOCKS=12"),
         *("AUDIT=raise", "AUDIT_MIB=0", "AUDIT_FILE=found.json"),
         "AUDIT_STALE=count",
+        "AUDIT_STORE=own",
     )
     config = NworConfig.from_env(dict(f"VLLM_NWOR_{one}".split("=") for one in given))
 
     steps = (Mode.STAGE, False, Strict.STARTUP, True, 64, 12)
-    audit = (AuditMode.RAISE, 0, "found.json", StaleMode.COUNT)
+    audit = (AuditMode.RAISE, 0, "found.json", StaleMode.COUNT, Store.OWN)
     assert config == NworConfig(*steps, *audit)
 
 
@@ -74,6 +76,7 @@ MIB = "empty (32) or a whole number of MiB a step, at least 0"
         *(("VLLM_NWOR_SHADOW_BLOCKS", value, BLOCKS) for value in ("-1", "5%")),
         ("VLLM_NWOR_ON_REJECT", "nan", "restore, poison"),
         ("VLLM_NWOR_AUDIT", "on", "off, log, raise"),
+        ("VLLM_NWOR_AUDIT_STORE", "mine", "auto, own, shared"),
         ("VLLM_NWOR_AUDIT_MIB", "1.5", MIB),
         ("VLLM_NWOR_AUDIT_MIB", "9" * 5000, MIB),
     ],

@@ -293,7 +293,7 @@ def test_what_a_connector_loads_is_of_no_known_version():
         num_scheduled_tokens={"loads": 20},
         scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
         scheduled_new_reqs=[new],
-        nwor_audit={"loads": (None, BLOCK, False)},
+        nwor_audit={"loads": (None, BLOCK)},
     )
     versions: Any = run.scheduler.nwor_versions
     counts = versions.scheduled(output, Weights(3))

@@ -153,6 +153,30 @@ struct FindingsHeader {
 };
 static_assert(sizeof(FindingsHeader) == sizeof(Finding), "it is a row of findings");
 
+// A row of `digests`, int64 [1 + 2 * max_digests, 7]: a block whose digest goes to the
+// host (loads.py). The first max_digests rows are of blocks that requests have filled
+// in this step, the others of blocks that loads have. On the host the checksums of the
+// block follow, one for each column of `contents`: a sum over its slots.
+struct BlockDigest {
+  uint64_t hash;  // H of its last filled slot; 0: its text is not known
+  int64_t block;
+  int64_t position;  // of its first slot
+  int64_t generation;
+  int64_t num_loaded;  // slots that a load has filled; 0: a request has filled it
+  uint64_t tokens;     // a sum over the block's own tokens, wherever it lies in a text
+  int64_t is_known;    // each of its slots has checksums
+};
+static_assert(sizeof(BlockDigest) == 56, "a BlockDigest is a row of digests");
+
+// How many there are; the row in front of the others. step: set on the host only.
+struct DigestsHeader {
+  int64_t num_computed;
+  int64_t num_loaded;
+  int64_t step;
+  int64_t unused[4];
+};
+static_assert(sizeof(DigestsHeader) == sizeof(BlockDigest), "it is a row of digests");
+
 // One group's state: the begin of `tables`, int64 on the host. Behind it lie num_parts
 // AuditParts.
 //
@@ -172,6 +196,7 @@ struct AuditGroup {
   // [num_blocks + num_stored]: which store a load brought to the block; of a kept
   // block, which it is. 0: none.
   int64_t* stores;
+  DigestsHeader* digests;
   int32_t* contents;  // [rows of records, num_columns]: checksums
   int64_t num_columns;
   int64_t num_seats;
@@ -180,6 +205,7 @@ struct AuditGroup {
   int64_t capacity;
   int64_t num_blocks;
   int64_t num_stored;
+  int64_t max_digests;   // 0: no digests are taken
   int64_t block_size;    // tokens a block, as the scheduler counts
   int64_t entry_tokens;  // positions that an entry of the block table stands for
   int64_t window;  // positions below it from a request's end may be gone; 0: none are
@@ -190,6 +216,9 @@ struct AuditGroup {
   int64_t num_words;
 
   NWOR_HOST_DEVICE int64_t num_slots() const { return num_blocks * block_size; }
+  NWOR_HOST_DEVICE BlockDigest* digest_at(int64_t row) const {
+    return reinterpret_cast<BlockDigest*>(digests + 1) + row;
+  }
   NWOR_HOST_DEVICE int64_t kept_block(int64_t number) const {
     return num_blocks + number % num_stored;
   }
@@ -274,6 +303,7 @@ struct AuditResolveArgs : AuditStep {
   int64_t num_scanned;
   int64_t num_hit_blocks;
   FindingsHeader* findings_to;  // as AuditGroup::header, memory that the host reads
+  int64_t* digests_to;  // as AuditGroup::digests, with num_columns more; the same
   const int32_t* cu_num_logits = nullptr;  // [num_reqs], or nullptr: no drafts
   Acceptance acceptance{};
   const AuditHit* hits = nullptr;  // on the host

@@ -22,7 +22,7 @@ template <typename Pass>
 constexpr int kThreadsOf =
     std::is_same_v<Pass, RecordRows> ? 1024
     : std::is_same_v<Pass, BlockEvents> || std::is_same_v<Pass, Publish> ||
-            std::is_base_of_v<StatesPass, Pass>
+            std::is_same_v<Pass, TakeDigests> || std::is_base_of_v<StatesPass, Pass>
         ? kBlockThreads
         : 512;
 // By another pass at once: those of audit_resolve but the last, and before it the
@@ -31,7 +31,8 @@ template <typename Pass>
 constexpr bool kIsFollowed =
     std::is_same_v<Pass, KeepRequests> || std::is_same_v<Pass, AdoptHit> ||
     std::is_same_v<Pass, CheckRequests> || std::is_same_v<Pass, RecordRows> ||
-    std::is_same_v<Pass, ScanSlots> || std::is_same_v<Pass, WrittenStates>;
+    std::is_same_v<Pass, ScanSlots> || std::is_same_v<Pass, TakeDigests> ||
+    std::is_same_v<Pass, WrittenStates>;
 // Of a request, for one thread block: a warp each.
 constexpr int64_t kStatesOfBlock = kBlockThreads / kWarpThreads;
 template <typename Pass>
@@ -325,7 +326,8 @@ void audit_cuda(const Args& args, int device, void* stream) {
   if (std::is_same_v<Args, AuditSnapshotArgs>) {
     // The audit begins: load the other kernels now, not in the first step.
     load<SeatRequest, PlanRequests, Reseed, KeepRequests, CheckRequests, AdoptHit,
-         RecordRows, ScanSlots, BlockEvents, Publish, ReadStates, WrittenStates>(gpu);
+         RecordRows, ScanSlots, TakeDigests, BlockEvents, Publish, ReadStates,
+         WrittenStates>(gpu);
   }
 }
 template void audit_cuda(const AuditSeatArgs&, int, void*);

@@ -45,6 +45,22 @@ Call call_of(const char* op, const Tensor& tables) {
           group, reinterpret_cast<const AuditPart*>(columns + kGroupColumns)};
 }
 
+// Where the digests of a step go; nullptr if the group takes none.
+int64_t* digests_of(const Call& call, const OptionalTensor& digests_to) {
+  const AuditGroup& group = call.group;
+  NWOR_CHECK(digests_to.has_value() == (group.max_digests > 0), call.op(),
+             "digests_to must be given if the group takes digests, and not else");
+  if (!digests_to.has_value()) {
+    return nullptr;
+  }
+  auto* const to = on_host<int64_t>(call.op(), "digests_to", *digests_to, 2);
+  call.size_is("digests_to", *digests_to, 0, 1 + 2 * group.max_digests, "as digests");
+  call.size_is("digests_to", *digests_to, 1,
+               sizeof(BlockDigest) / 8 + group.num_columns,
+               "the columns of digests and of contents");
+  return to;
+}
+
 void check_seat(const Call& call, int64_t seat) {
   NWOR_CHECK(seat >= 0 && seat < call.group.num_seats, call.op(), "seat is ", seat,
              "; must be between 0 and ", call.group.num_seats - 1);
@@ -177,7 +193,7 @@ void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
                    OptionalTensor num_rejected, bool is_undone, OptionalTensor staged,
                    OptionalTensor state_indices, OptionalTensor seat_of_state,
                    OptionalTensor hits, int64_t num_blocks, int64_t num_hit_blocks,
-                   Tensor findings_to) {
+                   Tensor findings_to, OptionalTensor digests_to) {
   const Call call = call_of("audit_resolve", tables);
   const char* const op = call.op();
   auto* const to = on_host<int64_t>(op, "findings_to", findings_to, 2);
@@ -190,7 +206,8 @@ void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
                         call.parts,
                         num_blocks,
                         num_hit_blocks,
-                        reinterpret_cast<FindingsHeader*>(to)};
+                        reinterpret_cast<FindingsHeader*>(to),
+                        digests_of(call, digests_to)};
   set_acceptance(call, args, cu_num_logits, sampled_token_ids, vocab_size,
                  num_rejected);
   if (staged.has_value()) {
@@ -212,6 +229,9 @@ void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
 #ifdef NWOR_CUDA
   if (call.on_cuda()) {
     check_device_sees(op, "findings_to", to);
+    if (args.digests_to != nullptr) {
+      check_device_sees(op, "digests_to", args.digests_to);
+    }
   }
 #endif
   NWOR_DISPATCH(call, args, audit);

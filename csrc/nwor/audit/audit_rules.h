@@ -135,6 +135,17 @@ NWOR_RULE int64_t least(int64_t a, int64_t b) {
   return a < b ? a : b;
 }
 
+// A block whose digest goes to the host at the end of the step. Beyond max_digests
+// there is no room: for what requests fill there is always, by the host's choice.
+NWOR_RULE void add_digest(const AuditGroup& group, const BlockDigest& digest) {
+  const bool is_loaded = digest.num_loaded > 0;
+  DigestsHeader& header = *group.digests;
+  const int64_t number = count(is_loaded ? header.num_loaded : header.num_computed);
+  if (number < group.max_digests) {
+    *group.digest_at(number + (is_loaded ? group.max_digests : 0)) = digest;
+  }
+}
+
 NWOR_RULE void report(const AuditGroup& group, const Finding& finding) {
   const int64_t number =
       count(group.header->num_findings) - group.header->num_published;
@@ -443,6 +454,10 @@ struct KeepRequests : AuditResolveArgs {
     if (is_kept && is_block_end(row.position) && !seat.opaque && block < max_blocks) {
       expected_at(seat_index, block) = row.hash;
     }
+    if (is_kept && is_block_end(row.position) && row.slot >= 0 && max_digests > 0) {
+      add_digest(*this, {seat.opaque ? 0 : row.hash, row.slot / block_size,
+                         row.position + 1 - block_size, seat.generation, 0, 0, 0});
+    }
     if (is_end) {
       seat.hash = row.hash;
       seat.length = row.position + 1;
@@ -557,6 +572,7 @@ struct AdoptHit : AuditResolveArgs {
     const Seat& seat = seats[seat_index];
     int64_t num_identities = 0;
     int64_t num_unverified = 0;
+    int64_t num_loaded = 0;
     bool is_reported = false;
     for (int64_t p = b * block_size; p < least((b + 1) * block_size, hit.length); ++p) {
       const int32_t token = text_at(*this, seat_index, hit.tokens[p], p);
@@ -579,6 +595,7 @@ struct AdoptHit : AuditResolveArgs {
       const bool is_loaded = record.state == kSlotLoaded || seat.loads == kUnknownLoads;
       if (is_loaded || (record.state == kSlotUnknown && !seat.opaque)) {
         ++num_unverified;
+        num_loaded += is_loaded;
         // A token of -1: another group's block, or an unknown owner.
         const bool is_other = record.state == kSlotLoaded && !seat.opaque &&
                               record.content == kContentKnown && record.token >= 0 &&
@@ -597,6 +614,11 @@ struct AdoptHit : AuditResolveArgs {
     }
     count(header->num_identities, seat.opaque ? 0 : num_identities);
     count(header->num_unverified, num_unverified);
+    if (num_loaded > 0 && !seat.opaque && max_digests > 0) {
+      const int64_t first = b * block_size;
+      add_digest(*this, {hash, slot(hit.row, first) / block_size, first,
+                         seat.generation, num_loaded, 0, 0});
+    }
   }
 };
 
@@ -925,6 +947,49 @@ struct ScanSlots : OfBytes<AuditResolveArgs> {
   }
 };
 
+// Takes the digests of the blocks that were added in this step, and writes them to the
+// host. A team has a block.
+struct TakeDigests : AuditResolveArgs {
+  template <typename Team>
+  NWOR_RULE void operator()(Team& team) const {
+    const int64_t num_computed = least(digests->num_computed, max_digests);
+    const int64_t num_rows = num_computed + least(digests->num_loaded, max_digests);
+    for (auto [i, end, stride] = team.share(num_rows); i < end; i += stride) {
+      take(team, i < num_computed ? i : max_digests + i - num_computed);
+    }
+  }
+
+  template <typename Team>
+  NWOR_RULE void take(Team& team, int64_t row) const {
+    BlockDigest digest = *digest_at(row);
+    const int64_t first = digest.block * block_size;
+    uint64_t tokens = 0;
+    uint64_t num_unknown = 0;
+    for (int64_t o = team.index(); o < block_size; o += team.size()) {
+      const SlotRecord& record = records[first + o];
+      tokens += identity_of(record.token, o);
+      num_unknown += record.state != kSlotCommitted ||
+                     record.content != kContentKnown ||
+                     (o + 1 == block_size && record.hash != digest.hash);
+    }
+    digest.tokens = team.sum(tokens).total;
+    digest.is_known = team.sum(num_unknown).total == 0;
+    constexpr int64_t kHead = sizeof(BlockDigest) / sizeof(int64_t);
+    int64_t* const to = digests_to + (1 + row) * (kHead + num_columns);
+    if (team.index() == 0) {
+      *reinterpret_cast<BlockDigest*>(to) = digest;
+    }
+    for (int64_t i = team.index(); i < num_columns; i += team.size()) {
+      uint64_t sum = 0;
+      for (int64_t o = 0; o < block_size; ++o) {
+        sum +=
+            word_at(static_cast<uint32_t>(contents[(first + o) * num_columns + i]), o);
+      }
+      to[kHead + i] = static_cast<int64_t>(sum);
+    }
+  }
+};
+
 struct SnapshotSlots : OfBytes<AuditSnapshotArgs> {
   using OfBytes::OfBytes;
 
@@ -1056,6 +1121,11 @@ struct Publish : AuditResolveArgs {
       *findings_to = *header;
       header->num_published = header->num_findings;
       header->cursor = header->next_cursor;
+      if (max_digests > 0) {
+        digests->step = step;
+        *reinterpret_cast<DigestsHeader*>(digests_to) = *digests;
+        digests->num_computed = digests->num_loaded = 0;
+      }
     }
   }
 
@@ -1141,6 +1211,11 @@ void call(const Device& device, const AuditResolveArgs& args) {
     scan(device, args, args.hits[i].row, args.num_hit_blocks);
   }
   scan(device, args, -1, args.num_scanned);
+  if (args.max_digests > 0) {
+    const int64_t num_filled = args.num_tokens / args.block_size + args.num_reqs;
+    device.run(TakeDigests{args},
+               num_filled + (args.num_hits > 0 ? args.max_digests : 0));
+  }
   device.run(Publish{args}, 1);
 }
 

@@ -21,7 +21,7 @@ void audit_resolve(Tensor tables, Tensor row_seats, Tensor query_start_loc,
                    OptionalTensor num_rejected, bool is_undone, OptionalTensor staged,
                    OptionalTensor state_indices, OptionalTensor seat_of_state,
                    OptionalTensor hits, int64_t num_blocks, int64_t num_hit_blocks,
-                   Tensor findings_to);
+                   Tensor findings_to, OptionalTensor digests_to);
 void audit_blocks(Tensor tables, int64_t event, Tensor blocks, Tensor values,
                   int64_t step);
 void audit_snapshot(Tensor tables, bool again);

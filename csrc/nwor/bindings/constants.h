@@ -52,6 +52,7 @@ inline bool add_numbers(PyObject* module) {
            Constant{"SEAT_COLUMNS", kColumns<Seat>},
            Constant{"PLAN_COLUMNS", kColumns<PlanRow>},
            Constant{"FINDING_COLUMNS", kColumns<Finding>},
+           Constant{"DIGEST_COLUMNS", kColumns<BlockDigest>},
            Constant{"STATE_COLUMNS", kColumns<State>},
            Constant{"STATE_SEAT_COLUMNS", kColumns<StateSeat>},
            Constant{"STATE_RECORD_COLUMNS", kColumns<StateRecord>},

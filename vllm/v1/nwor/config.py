@@ -75,6 +75,19 @@ class StaleMode(enum.StrEnum):
     COUNT = "count"
 
 
+class Store(enum.StrEnum):
+    """Who fills the store of a KV connector.
+
+    AUTO: this engine alone if it is vLLM's OffloadingConnector, with the store in the
+        memory of this process; others, too, if it is another one. OWN: this engine
+        alone, and the store is empty when it starts. SHARED: others, too.
+    """
+
+    AUTO = "auto"
+    OWN = "own"
+    SHARED = "shared"
+
+
 class NworConfigError(ValueError):
     """`VLLM_NWOR_*` variables hold values that are not allowed.
 
@@ -98,6 +111,7 @@ ENV_NAMES = (
     AUDIT_MIB := "VLLM_NWOR_AUDIT_MIB",
     AUDIT_FILE := "VLLM_NWOR_AUDIT_FILE",
     AUDIT_STALE := "VLLM_NWOR_AUDIT_STALE",
+    AUDIT_STORE := "VLLM_NWOR_AUDIT_STORE",
 )
 SWITCH = ("0", "1")
 # MiB of cache that the audit compares in a step, unless AUDIT_MIB is set.
@@ -120,6 +134,7 @@ class NworConfig:
     audit_mib: int = DEFAULT_AUDIT_MIB
     audit_file: str = ""
     audit_stale: StaleMode = StaleMode.FIND
+    audit_store: Store = Store.AUTO
     on_reject: OnReject = OnReject.RESTORE
 
     @property
@@ -158,6 +173,7 @@ class NworConfig:
             audit_mib=DEFAULT_AUDIT_MIB if audit_mib is None else audit_mib,
             audit_file=read.env.get(AUDIT_FILE, ""),
             audit_stale=StaleMode(read.choice(AUDIT_STALE, StaleMode, "find")),
+            audit_store=Store(read.choice(AUDIT_STORE, Store, "auto")),
             on_reject=OnReject(read.choice(ON_REJECT, OnReject, "restore")),
         )
         is_poison = config.on_reject is OnReject.POISON

@@ -67,10 +67,10 @@ FALLBACKS = (
 # Optional report fields: new fallbacks by reason; a GroupInfo for each group, once; the
 # audit's steps, unverified slots, findings by class and changes of adapters.
 NEWS = ("fallbacks", "info", "audit")
-# Told from wrong_prefix on the host.
-STALE = "stale_weights"
+# Found on the host: told from wrong_prefix, and by digests of loaded blocks.
+ON_HOST = (STALE := "stale_weights", OTHER_TEXT := "other_text")
 # The KV audit's classes of findings, in the order of FindingClass in
-# csrc/nwor/audit/audit.h, then STALE, and their meaning.
+# csrc/nwor/audit/audit.h, then ON_HOST, and their meaning.
 FINDINGS = {
     "foreign_write": "a write was planned to a block that is not the request's",
     "wrong_prefix": "a block in a request's table does not hold the request's text",
@@ -88,11 +88,14 @@ FINDINGS = {
     "state_ahead": "a recurrent state includes drafts that were rejected",
     "ring_overwritten": "a row of a ring is read that is not the accepted token's",
     STALE: "a block in a request's table was computed by other weights",
+    OTHER_TEXT: "a load brought the block of other tokens",
 }
 # In addition to findings; names as in a payload, prefixed with vllm:nwor_audit_.
 AUDIT_COUNTERS = {
     "steps": "Steps that the KV audit has looked at; reported once a second.",
     "unverified": "Slots that a request took over and that cannot be audited.",
+    "verified": "Slots that a KV connector has loaded with the bytes of their text.",
+    "failed": "Slots whose load a KV connector has reported as failed.",
 }
 # What changed weights: a method of vLLM, an RPC of another name, or a write that
 # nothing announced. Of several, which may be called by one another, the first one here

@@ -48,7 +48,7 @@ from torch._ops import OpOverload
 
 LIBRARY = Path(__file__).with_name("_nwor_C.so")
 # kVersion of csrc/nwor/bindings/python_bindings.cpp.
-VERSION = 8
+VERSION = 9
 
 _NAMESPACE = "_C_cache_ops"
 # The ops of the transaction, which PyTorch's dispatcher has.
@@ -145,6 +145,7 @@ RECORD_COLUMNS: int
 SEAT_COLUMNS: int
 PLAN_COLUMNS: int
 FINDING_COLUMNS: int
+DIGEST_COLUMNS: int
 # Of its tables of recurrent states: State, StateSeat and StateRecord of states.h, and
 # limits there.
 STATE_COLUMNS: int

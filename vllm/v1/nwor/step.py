@@ -40,7 +40,7 @@ of `logits_indices`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -188,8 +188,7 @@ class NewRequest(NamedTuple):
     """A request that a runner sees for the first time.
 
     block_ids: for each KV-cache group. num_computed: tokens that need no computation.
-    num_local: those of them that were found in the local cache, None if that is not
-    known. A KV connector loads the others; is_loaded: it has already done so.
+    is_known: the others than those of `Scheduled.loads` were found in the cache.
     adapter: its LoRA adapter, without a digest. cache_salt: None or its salt.
     features: (first position, end, identifier) of each image and the like; None if the
     scheduler could not say what its keys and values depend on.
@@ -199,8 +198,7 @@ class NewRequest(NamedTuple):
     request_id: str
     block_ids: Sequence[Sequence[int]]
     num_computed: int
-    num_local: int | None
-    is_loaded: bool
+    is_known: bool
     adapter: Adapter | None
     cache_salt: str | None
     features: Sequence[tuple[int, int, str | None]] | None
@@ -211,13 +209,14 @@ class RunningRequest(NamedTuple):
     """A request that a runner has seen before.
 
     block_ids: what it gets now, for each KV-cache group, None for nothing; all that it
-    has if it is_resumed (after a preemption).
+    has if it is_resumed (after a preemption). is_known: as in NewRequest.
     """
 
     request_id: str
     block_ids: Sequence[Sequence[int]] | None
     num_computed: int
     is_resumed: bool
+    is_known: bool
 
 
 class Weights(NamedTuple):
@@ -231,6 +230,16 @@ class Weights(NamedTuple):
     epoch: int = 0
     key: int = 0
     label: str = ""
+
+
+class Loads(NamedTuple):
+    """blocks: that loads are to fill from now on, in this step or in later ones, for
+    each KV-cache group; of a request in this step, or of one that may never come.
+    num_failed: slots of earlier ones that were not loaded.
+    """
+
+    blocks: Sequence[Sequence[Sequence[int]]] = ()
+    num_failed: int = 0
 
 
 class Scheduled(Protocol):
@@ -257,6 +266,9 @@ class Scheduled(Protocol):
     def running_requests(self) -> Sequence[RunningRequest]: ...
 
     def weights(self) -> Weights: ...
+
+    def loads(self) -> Loads | None:
+        """What the KV connector was asked to load; None if that is not known."""
 
 
 class WeightWords(Protocol):
@@ -287,8 +299,9 @@ class Transfer(NamedTuple):
 
 
 # Called when a step's output is read, perhaps by another thread, with the output's
-# payload, None if it has no requests; returns the payload to send.
-OutputRead = Callable[["StepPayload | None"], "StepPayload | None"]
+# payload, None if it has no requests, and the blocks whose load has failed; returns the
+# payload to send.
+OutputRead = Callable[["StepPayload | None", Collection[int]], "StepPayload | None"]
 
 
 @dataclass(eq=False)

@@ -92,8 +92,10 @@ class Bench:
                 **defaults | arguments,
             )
             # As with a KV connector with known transfers.
-            stored = patch.object(build, "_num_stored", return_value=1)
-            with nullcontext() if engine_args.kv_transfer_config else stored:
+            of: dict[str, Any] = {"_num_stored": lambda *_: 1}
+            of["_num_digests"] = lambda *_: 8 + 128 // self.block_size
+            unknown = patch.multiple(build, **of)
+            with nullcontext() if engine_args.kv_transfer_config else unknown:
                 self.llm = LLMEngine.from_engine_args(engine_args)
         core: Any = self.llm.engine_core
         executor = core.engine_core.model_executor

@@ -11,7 +11,13 @@ import torch
 
 from .. import __version__, ops
 from ..base.errors import GroupRefused, NworError, error_text
-from ..config import AuditMode, NworConfig, NworConfigError, audit_file_problem
+from ..config import (
+    AuditMode,
+    NworConfig,
+    NworConfigError,
+    Store,
+    audit_file_problem,
+)
 from ..layout.caches import (
     ExpectedCaches,
     ExpectedLayer,
@@ -61,7 +67,8 @@ def reserved_bytes(expected: ExpectedCaches, config: NworConfig) -> int:
             size = group[0].block_size
             # With room for what a table has beyond the longest text.
             max_blocks = -(-limits.max_model_len // size) + 64
-            shape = GroupShape(0, size, size, num_blocks, max_blocks, 0, num_stored)
+            about = num_stored, _num_digests(limits, config, size)
+            shape = GroupShape(0, size, size, num_blocks, max_blocks, 0, *about)
             total += num_bytes(shape, len(group), *_sizes(limits, config))
     shapes = [shape for layer in layers for shape in layer.states]
     max_ratio = max((layer.ratio for layer in layers), default=0)
@@ -118,6 +125,36 @@ def _sizes(limits: RunnerLimits, config: NworConfig) -> tuple[int, int, bool]:
 def _num_stored(limits: RunnerLimits, config: NworConfig, num_blocks: int) -> int:
     is_known = limits.loads is Loads.KNOWN
     return num_blocks // STORED_SHARE if is_known and config.audit_mib else 0
+
+
+def _num_digests(limits: RunnerLimits, config: NworConfig, block_size: int) -> int:
+    """Blocks that the requests of a step can fill, at most; 0 if nothing is loaded."""
+    if limits.loads is Loads.NONE or not config.audit_mib:
+        return 0
+    return limits.max_num_batched_tokens // block_size + limits.num_rows
+
+
+def _is_own(limits: RunnerLimits, config: NworConfig) -> bool:
+    """As Digests.is_own."""
+    is_said = config.audit_store is Store.OWN
+    is_default = config.audit_store is Store.AUTO and limits.has_own_store
+    return (is_said or is_default) and not limits.bytes_changed_by
+
+
+def _about_loads(limits: RunnerLimits, config: NworConfig) -> list[str]:
+    """How loads are verified, for start-up."""
+    if limits.loads is Loads.NONE or not config.audit_mib:
+        return []
+    if limits.bytes_changed_by:
+        how = (
+            "not compared with what this engine has computed, because their bytes are "
+            f"changed by {limits.bytes_changed_by}"
+        )
+    elif _is_own(limits, config):
+        how = "compared with what this engine has computed"
+    else:
+        how = "compared with what this engine has computed, which may differ from it"
+    return [f"loads: {how}"]
 
 
 def _refusal(limits: RunnerLimits) -> str:
@@ -182,7 +219,8 @@ def _build(
                 states = States(followed, *of_runner)
             except StatesRefused as refused:
                 reason = str(refused)
-        return Audit(groups, *about, limits.is_async, caches.adapters, states)
+        more = caches.adapters, states, _is_own(limits, config)
+        return Audit(groups, *about, limits.is_async, *more)
 
     try:
         audit = audit_in(DeviceMemory(limits.device, storage))
@@ -197,7 +235,7 @@ def _build(
     logger.info(
         "NWOR audit: %s; %s; %.1f MiB%s; bytes: %s",
         config.audit.value,
-        "; ".join([*of_groups, *of_states]),
+        "; ".join([*of_groups, *of_states, *_about_loads(limits, config)]),
         audit.num_bytes / 2**20,
         ", in addition to what vLLM has counted" if is_late else "",
         f"{config.audit_mib} MiB a step, all of a full cache in {num_steps} steps"
@@ -251,5 +289,6 @@ def _shape_of(
     size, tokens, num_blocks = group.block_size, group.entry_tokens, caches.num_blocks
     max_blocks = -(-group.num_entries * tokens // size)
     num_stored = _num_stored(caches.limits, config, num_blocks)
-    about = max_blocks, group.window, num_stored
+    num_digests = _num_digests(caches.limits, config, size)
+    about = max_blocks, group.window, num_stored, num_digests
     return GroupShape(group.group_id, size, tokens, num_blocks, *about)

@@ -315,6 +315,24 @@ def spoilt_load(bench: Bench) -> Sequence[int]:
     return _hit(bench, loaded)
 
 
+def wrong_load(bench: Bench) -> Sequence[int]:
+    """A load from a store that is not followed brings another text's block."""
+
+    source = bench.slot("two", 0)
+
+    def loaded(blocks: list[int]) -> int:
+        bench.audit.on_transfer(Transfer([blocks[:1]], None, True))
+        to = blocks[0] * bench.block_size
+        for layer in range(len(bench.layers)):
+            for slot in range(bench.block_size):
+                runs = bench.runs(layer, source + slot), bench.runs(layer, to + slot)
+                for here, there in zip(*runs, strict=True):
+                    there.copy_(here)
+        return blocks[0]
+
+    return _hit(bench, loaded)
+
+
 # What plants a fault in an engine that has run `Bench.start`, and returns the slots
 # concerned.
 FAULTS: dict[Callable[[Bench], Sequence[int]], Expected] = {
@@ -341,6 +359,7 @@ FAULTS: dict[Callable[[Bench], Sequence[int]], Expected] = {
     foreign_store: Expected("handed_on", None, "two"),
     spoilt_load: Expected("handed_on", 1, "one"),
     idle_load: Expected("never_loaded", 0, "again"),
+    wrong_load: Expected("other_text", None, "two"),
     # Last: what they change stays.
     back_and_forth: Expected("stale_weights", None, "one"),
     refit: Expected("stale_weights", None, "one"),

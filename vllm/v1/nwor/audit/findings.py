@@ -16,28 +16,32 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from .. import ops
 from ..config import StaleMode
-from ..metrics import FINDINGS, STALE
+from ..metrics import FINDINGS, ON_HOST, STALE
 from ..ops import shared
 from .fingerprints import Fingerprints
+from .loads import CUT, Digests, Wrong, zeros_of
 from .requests import Identity, Requests
-from .tables import MAX_KEPT, AuditedGroup
+from .tables import MAX_KEPT, AuditedGroup, digest_rows
 
 logger = logging.getLogger("vllm.v1.nwor")
 
-Slot = tuple[Sequence[torch.Tensor], torch.cuda.Event | None]
+# For each group where findings go, and where digests go, if the group takes any.
+Places = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
+Slot = tuple[Places, torch.cuda.Event | None]
 
 CLASSES = tuple(FINDINGS)
-OF_STATES = CLASSES[CLASSES.index("stale_state") : -1]
-shared("FINDING_CLASSES", [kind for kind in CLASSES if kind != STALE])
+OF_STATES = CLASSES[CLASSES.index("stale_state") : -len(ON_HOST)]
+shared("FINDING_CLASSES", CLASSES[: -len(ON_HOST)])
 
 
 # Steps with findings in flight to the host, at most: vLLM has two steps in flight.
@@ -59,7 +63,8 @@ class AuditError(RuntimeError):
 
 @dataclass(frozen=True)
 class Writer:
-    """Who wrote last to a slot. request: None if nobody did, or it is forgotten."""
+    """Who wrote last to a slot. request: None if nobody did, or it is forgotten. step:
+    0 also of other_text, which says who computed what a load brought."""
 
     request: str | None
     generation: int
@@ -198,12 +203,33 @@ def _other_weights(
 @dataclass
 class Found:
     """What came to the host. num_steps: of how many steps. num_lost: findings that
-    there was no room for. num_unverified: slots that could not be verified."""
+    there was no room for.
+
+    Slots that a request took over: num_unverified: that could not be verified;
+    num_verified: that a load filled, with the right bytes; num_failed: whose load was
+    reported as failed.
+    """
 
     findings: list[Finding] = field(default_factory=list)
     num_steps: int = 0
     num_lost: int = 0
     num_unverified: int = 0
+    num_verified: int = 0
+    num_failed: int = 0
+
+
+class Filled(NamedTuple):
+    """The digests of a step, of a group by its place: of the blocks that requests have
+    filled, and of those that loads have. Rows as BlockDigest of audit.h."""
+
+    place: int
+    step: int
+    computed: torch.Tensor
+    loaded: torch.Tensor
+
+
+# Findings about a load; none if it was reported as failed.
+OF_LOADS = ("handed_on", "never_loaded", "other_text")
 
 
 class Outbox:
@@ -219,18 +245,31 @@ class Outbox:
         requests: Requests,
         fingerprints: Fingerprints,
         states: Sequence[tuple[str, str, int]] = (),
+        store_is_own: bool = False,
     ) -> None:
+        """store_is_own: as Digests.is_own."""
         self._groups, self._requests = groups, requests
         self._fingerprints, self._states = fingerprints, states
         table = groups[0].findings
         size, is_pinned = (NUM_SLOTS, len(groups), *table.shape), table.is_cuda
         tables = torch.zeros(size, dtype=table.dtype, pin_memory=is_pinned)
-        # For each step on its way the groups' findings, cpu and pinned on CUDA, and
-        # when they are there; None on the CPU.
+        # For each step on its way the groups' findings and digests, cpu and pinned on
+        # CUDA, and when they are there; None on the CPU.
         self._slots = itertools.cycle(
-            (of_step.unbind(), torch.cuda.Event() if is_pinned else None)
+            (
+                [*zip(of_step, map(_digests_to, groups), strict=True)],
+                torch.cuda.Event() if is_pinned else None,
+            )
             for of_step in tables
         )
+        self.digests = [Digests(zeros_of(of), store_is_own) for of in groups]
+        # What has arrived and was not judged yet.
+        self._filled: list[Filled] = []
+        # Blocks that a load has filled in part, and the request's generation: what it
+        # adds is no computation of the whole block.
+        self._partly: list[dict[int, int]] = [{} for _ in groups]
+        # Slots that the device counts as unverified, and that are not.
+        self.num_settled = 0
         self._claimed: Slot | None = None
         self._on_their_way: deque[Slot] = deque()
         self.num_sent = 0
@@ -240,9 +279,9 @@ class Outbox:
         # An asynchronous output is read by a thread of its own.
         self._lock = threading.Lock()
 
-    def claim(self) -> Sequence[torch.Tensor]:
-        """Where an op of this step shall write each group's findings. Then `sent`; if
-        that is not called, the next claim gives the same."""
+    def claim(self) -> Places:
+        """Where an op of this step shall write for each group. Then `sent`; if that is
+        not called, the next claim gives the same."""
         with self._lock:
             if len(self._on_their_way) == NUM_SLOTS:
                 self._arrive(waits=True)
@@ -259,6 +298,11 @@ class Outbox:
             self._on_their_way.append(slot)
             self.num_sent += 1
 
+    def add_failed(self, num_slots: int) -> None:
+        """Of loads whose request was never seated, or begins without them."""
+        with self._lock:
+            self._found.num_failed += num_slots
+
     def _arrive(self, waits: bool) -> bool:
         """Reads the oldest slot in flight. Returns whether it could."""
         tables, arrival = self._on_their_way[0]
@@ -267,14 +311,14 @@ class Outbox:
                 return False
             arrival.synchronize()
         self._on_their_way.popleft()
-        headers = [table[0].tolist() for table in tables]
+        headers = [table[0].tolist() for table, _ in tables]
         *_, fingerprint, step = headers[0]
         if step > self._fingerprints.seen:
             self._fingerprints.arrived(fingerprint, step)
         found = self._found
         found.num_steps += 1
         groups = zip(self._groups, self._totals, tables, headers, strict=True)
-        for group, totals, table, header in groups:
+        for group, totals, (table, _), header in groups:
             before, totals[:] = tuple(totals), header[:2]
             count = totals[0] - before[0]
             found.num_unverified += totals[1] - before[1]
@@ -284,12 +328,25 @@ class Outbox:
                 rows = sorted(table[1 : 1 + min(count, MAX_KEPT)].tolist())
                 about = group, self._requests, self._states
                 found.findings += [decode(row, *about) for row in rows]
+        for place, (_, digests) in enumerate(tables):
+            if digests is not None:
+                most = len(digests) // 2
+                num_computed, num_loaded, of_step = digests[0, :3].tolist()
+                computed = digests[1 : 1 + min(num_computed, most)].clone()
+                loaded = digests[1 + most :][:num_loaded].clone()
+                self._filled.append(Filled(place, of_step, computed, loaded))
         return True
 
-    def take(self, through: int, until: int | None = None) -> Found:
+    def take(
+        self,
+        through: int,
+        until: int | None = None,
+        failed: Collection[int] = (),
+    ) -> Found:
         """What has come since the last call. through: waits for what was sent by then,
         as num_sent counts, and never for a later step, which may not have begun. until:
-        leaves what was sent later where it is; None: takes all that is there."""
+        leaves what was sent later where it is; None: takes all that is there. failed:
+        blocks whose load was reported as failed in these steps."""
         with self._lock:
             while waiting := len(self._on_their_way):
                 num_taken = self.num_sent - waiting
@@ -298,15 +355,114 @@ class Outbox:
                 if not self._arrive(waits=num_taken < through):
                     break
             found, self._found = self._found, Found()
+            filled, self._filled = self._filled, []
+            for of_group in filled:
+                self._judge(of_group, failed, found)
+        if failed:
+            found.findings = [
+                finding
+                for finding in found.findings
+                if not (finding.kind in OF_LOADS and finding.block in failed)
+            ]
         return found
+
+    def _judge(self, of: Filled, failed: Collection[int], found: Found) -> None:
+        """Judges the loads of a step, and keeps what was computed. A load that failed
+        is computed anew from its first failed block on, and what a step with one has
+        computed may rest on it."""
+        group, digests = self._groups[of.place], self.digests[of.place]
+        loaded, before = list(_rows(of.loaded)), found.num_unverified
+        num_verified = num_failed = 0
+        # The first position that failed, by generation.
+        begins: dict[int, int] = {}
+        for (_, block, position, generation, *_), _ in loaded:
+            if block in failed:
+                known = begins.get(generation, position)
+                begins[generation] = min(known, position)
+        reported = {
+            finding.block
+            for finding in found.findings
+            if finding.group == group.shape.group_id and finding.step == of.step
+            if finding.kind in OF_LOADS
+        }
+        partly = self._partly[of.place]
+        for head, digest in loaded:
+            text, block, position, generation, num_slots, tokens, is_known = head
+            verdict: Wrong | bool = False
+            if position >= begins.get(generation, position + 1):
+                num_failed += num_slots
+            elif block in reported:
+                pass
+            elif num_slots < group.shape.block_size:
+                partly[block] = generation
+                continue
+            elif is_known:
+                verdict = digests.judge(text, tokens, digest, generation)
+                if verdict is False:
+                    continue
+            else:
+                continue
+            found.num_unverified -= num_slots
+            if verdict is True:
+                num_verified += num_slots
+            elif isinstance(verdict, Wrong):
+                found.findings.append(self._finding(group, head, verdict, of.step))
+        for head, digest in _rows(of.computed):
+            text, block, _, generation, _, tokens, is_known = head
+            is_its_own = is_known and partly.pop(block, None) != generation
+            kept = digest if is_its_own and not begins else CUT
+            digests.commit(text, tokens, kept, generation)
+        found.num_verified += num_verified
+        found.num_failed += num_failed
+        self.num_settled += before - found.num_unverified
+
+    def _finding(
+        self, group: AuditedGroup, head: Sequence[int], wrong: Wrong, step: int
+    ) -> Finding:
+        _, block, position, generation, *_ = head
+        name_of = self._requests.name_of
+        return Finding(
+            wrong.kind,
+            group.shape.group_id,
+            group.names[wrong.layer] if wrong.layer >= 0 else None,
+            wrong.num_layers,
+            block,
+            block * group.shape.block_size,
+            position,
+            name_of(generation),
+            Writer(name_of(wrong.author), wrong.author, 0),
+            step,
+            f"{wrong.expected & (2**64 - 1):#x}",
+            f"{wrong.found & (2**64 - 1):#x}",
+        )
+
+
+def _digests_to(group: AuditedGroup) -> torch.Tensor | None:
+    """Where digests of a step go: as `digests`, each with those of the layers."""
+    num_rows = digest_rows(group.shape)
+    if not num_rows:
+        return None
+    of_group = group.tensors["digests"]
+    size = num_rows, of_group.shape[1] + len(group.names)
+    return torch.zeros(size, dtype=of_group.dtype, pin_memory=of_group.is_cuda)
+
+
+def _rows(rows: torch.Tensor) -> Iterator[tuple[list[int], bytes]]:
+    """The columns of BlockDigest, and the digest."""
+    heads = rows[:, : ops.DIGEST_COLUMNS].tolist()
+    data = rows[:, ops.DIGEST_COLUMNS :].contiguous().numpy().tobytes()
+    size = len(data) // max(len(heads), 1)
+    for number, head in enumerate(heads):
+        yield head, data[number * size : (number + 1) * size]
 
 
 class Findings:
     """Keeps and logs findings, writes them to the file, and reports clean audits, too.
 
     last: the latest MAX_KEPT ones. counts: all, by class. num_steps, num_unverified,
-    num_lost: sums of Found's. Two threads may bring something. The runner's does so
-    only where no other one reads, or where it reads itself: it waits for no write.
+    num_verified, num_failed, num_lost: sums of Found's. Two threads may bring
+    something. The runner's does so only where no other one reads, or where it reads
+    itself: it waits for no write.
     """
 
     def __init__(
@@ -320,6 +476,7 @@ class Findings:
         self.last: deque[Finding] = deque(maxlen=MAX_KEPT)
         self.counts: Counter[str] = Counter()
         self.num_steps = self.num_unverified = self.num_lost = 0
+        self.num_verified = self.num_failed = 0
         self._only_counted = {STALE} if stale is StaleMode.COUNT else frozenset[str]()
         self._path = Path(path) if path else None
         self._about = about or {}
@@ -333,6 +490,8 @@ class Findings:
         with self._lock:
             self.num_steps += found.num_steps
             self.num_unverified += found.num_unverified
+            self.num_verified += found.num_verified
+            self.num_failed += found.num_failed
             self.num_lost += found.num_lost
             self.counts.update(finding.kind for finding in found.findings)
             kept = [one for one in found.findings if one.kind not in self._only_counted]
@@ -358,8 +517,11 @@ class Findings:
     def totals(self) -> dict[str, int]:
         """What the counters vllm:nwor_audit_* are to show, by name or class."""
         with self._lock:
-            found = {"steps": self.num_steps, "unverified": self.num_unverified}
-            return {**found, **self.counts}
+            return {"steps": self.num_steps, **self._of_slots(), **self.counts}
+
+    def _of_slots(self) -> dict[str, int]:
+        numbers = self.num_unverified, self.num_verified, self.num_failed
+        return dict(zip(("unverified", "verified", "failed"), numbers, strict=True))
 
     def conclude(self) -> None:
         """The last line, and the last state of the file."""
@@ -373,9 +535,9 @@ class Findings:
 
     def _summarize(self) -> None:
         text = "NWOR audit: %s steps, %s findings%s"
-        more = f", {self.num_unverified:,} slots unverified"
+        more = [f", {n:,} slots {what}" for what, n in self._of_slots().items() if n]
         counts = f"{self.num_steps:,}", f"{self.num_findings:,}"
-        logger.info(text, *counts, more if self.num_unverified else "")
+        logger.info(text, *counts, "".join(more))
 
     def _write(self) -> None:
         """The file holds all of the last findings, or what it held before."""
@@ -386,7 +548,7 @@ class Findings:
             **self._about,
             "updated": datetime.now(UTC).isoformat(timespec="seconds"),
             "steps": self.num_steps,
-            "unverified": self.num_unverified,
+            **self._of_slots(),
             "num_findings": self.num_findings,
             "counts": self.counts,
             "findings": [asdict(finding) for finding in self.last],

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -163,21 +163,29 @@ class RunnerAudit(Observer):
         return partial(self._output_read, self.num_attached, through)
 
     def _output_read(
-        self, number: int, through: int, payload: StepPayload | None
+        self,
+        number: int,
+        through: int,
+        payload: StepPayload | None,
+        failed: Collection[int],
     ) -> StepPayload | None:
         """Also reports after the audit has failed: its earlier findings still hold."""
         self.last_read = number
-        return self._report(payload, through)
+        return self._report(payload, through, failed)
 
     @guarded
-    def _report(self, payload: StepPayload | None, through: int) -> StepPayload | None:
-        """Logs a step's findings, and adds their counts to its payload. through: as
-        Outbox.take; vLLM may have enqueued the next step by the time of the read.
+    def _report(
+        self, payload: StepPayload | None, through: int, failed: Collection[int]
+    ) -> StepPayload | None:
+        """Logs a step's findings, and adds their counts to its payload. through,
+        failed: as Outbox.take; vLLM may have enqueued the next step by the time of the
+        read, and which of its loads failed is in its own output.
 
         Raises:
             AuditError: under VLLM_NWOR_AUDIT=raise, if something was found.
         """
-        found = self._take(through)
+        until = None if self.audit.loads is Loads.NONE else through
+        found = self._take(through, until, failed)
         if found and self._raises:
             raise AuditError(f"{len(found)} findings, the first: {found[0].line()}")
         if payload is None:
@@ -190,9 +198,11 @@ class RunnerAudit(Observer):
         totals = self.findings.totals() | changes
         return payload.with_audit(self._news.offer(totals), changed)
 
-    def _take(self, through: int, until: int | None = None) -> Sequence[Finding]:
+    def _take(
+        self, through: int, until: int | None = None, failed: Collection[int] = ()
+    ) -> Sequence[Finding]:
         """As Outbox.take; also counts, logs and writes the findings to the file."""
-        return self.findings.take_in(self.audit.outbox.take(through, until))
+        return self.findings.take_in(self.audit.outbox.take(through, until, failed))
 
     @guarded
     def _shut_down(self) -> None:

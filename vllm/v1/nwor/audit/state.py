@@ -30,6 +30,7 @@ from .. import ops
 from ..layout.caches import Loads
 from ..layout.tables import DeviceMemory
 from ..step import Acceptance, LoadedAdapters, Scheduled, Step, Transfer
+from ..step import Loads as StepLoads
 from .findings import Outbox
 from .fingerprints import Fingerprints
 from .requests import NO_FEATURES, Identity, Request, Requests, features_of
@@ -67,12 +68,16 @@ class Audit:
         is_async: bool = False,
         adapters: LoadedAdapters | None = None,
         states: States | None = None,
+        store_is_own: bool = False,
     ) -> None:
         """budget_bytes: of the caches, compared in a step; 0 compares none.
         block_sizes: tokens a block of each KV-cache group, audited or not. is_async:
-        the host does not know a running request's text. adapters: of the worker."""
+        the host does not know a running request's text. adapters: of the worker.
+        store_is_own: as Digests.is_own."""
         self.groups = tuple(groups)
         self.loads = loads
+        # A load is under way of which the scheduler could not say what it fills.
+        self._has_lost_loads = False
         self.device = memory.device
         self._ops = ops.load_builtins(self.device)
         self.requests = Requests(num_seats, adapters)
@@ -82,7 +87,7 @@ class Audit:
         layers = states.layers if states else ()
         self.fingerprints = Fingerprints(self.groups[0].records.device)
         about = self.groups, self.requests, self.fingerprints, layers
-        self.outbox = Outbox(*about)
+        self.outbox = Outbox(*about, store_is_own)
         self.step = 0
         self._is_async = is_async
         self._block_sizes = tuple(block_sizes)
@@ -116,8 +121,9 @@ class Audit:
         budget_bytes: the new budget; 0 only if it was 0 from the start."""
         self.requests.forget(*self.requests)
         self.forget_cache()
-        for group in self.groups:
+        for group, digests in zip(self.groups, self.outbox.digests, strict=True):
             group.numbers.clear()
+            digests.is_own = False
         self._num_scanned = self._blocks_of(budget_bytes)
 
     # -- the scheduler's output ----------------------------------------------------
@@ -149,21 +155,24 @@ class Audit:
         if self.states:
             for copy in copied:
                 self.states.copy_block(*copy)
+        if self.loads is Loads.UNKNOWN:
+            self._begin_loads(scheduled.loads())
         owners: Owners = [{} for _ in self.groups]
         weights = scheduled.weights()
         self.requests.name_weights(weights)
         for new in scheduled.new_requests():
-            source = new.num_computed, new.num_local, new.is_loaded
+            source = new.num_computed, new.is_known
             identity = Identity(new.adapter, new.cache_salt, weights)
             about = *source, identity, features_of(new)
             self._add(owners, new.request_id, new.block_ids, *about)
-        for name, blocks, num_computed, is_resumed in scheduled.running_requests():
+        for running in scheduled.running_requests():
+            name, blocks, num_computed, is_resumed, is_known = running
             request = self.requests[name]
             if is_resumed:
                 assert blocks is not None
                 # It is computed again: by the weights and the adapter of now.
                 identity = request.identity._replace(weights=weights)
-                about = num_computed, None, False, identity, request.features
+                about = num_computed, is_known, identity, request.features
                 self._add(owners, name, blocks, *about)
             elif blocks is not None:
                 self._give(owners, request, blocks, 0)
@@ -176,28 +185,27 @@ class Audit:
         name: str,
         blocks: Sequence[Sequence[int]],
         num_computed: int,
-        num_local: int | None,
-        is_loaded: bool,
+        is_known: bool,
         *about: Any,
     ) -> None:
-        """Adds a new or resumed request. num_local: those of the computed tokens that
-        were found in the local cache, None if that is not known. A KV connector has
-        loaded the others, or will in this step, which may fail. about: a Request's
+        """Adds a new or resumed request. is_known: as in NewRequest. about: a Request's
         fields, from identity on."""
         loads = self.loads
-        if loads is Loads.UNKNOWN and num_local is not None:
+        if loads is Loads.UNKNOWN and is_known and not self._has_lost_loads:
             loads = Loads.KNOWN
-            if num_local < num_computed:
-                of_sizes = zip(blocks, self._block_sizes, strict=True)
-                first, end = num_local, num_computed
-                found = (ids[first // n : -(-end // n)] for ids, n in of_sizes)
-                filled = [list(filter(None, ids)) for ids in found]
-                for group in () if is_loaded else self.groups:
-                    forgotten = dict.fromkeys(filled[group.shape.group_id], NOBODY)
-                    self._blocks(group, GIVEN, forgotten.items())
-                self.on_transfer(Transfer(filled, None, fills=True))
         request = self.requests.add(name, num_computed, loads, *about)
         self._give(owners, request, blocks, num_computed)
+
+    def _begin_loads(self, loads: StepLoads | None) -> None:
+        """Blocks that are loaded from now on hold something else, be it that a request
+        finds them, or that it ends first. A load in this step may still fail."""
+        if loads is None:
+            self._has_lost_loads = True
+            return
+        for blocks in loads.blocks:
+            self.on_transfer(Transfer(blocks, None, fills=True))
+        if loads.num_failed:
+            self.outbox.add_failed(loads.num_failed)
 
     def _give(
         self,
@@ -217,7 +225,7 @@ class Audit:
             for group, of_group in zip(self.groups, owners, strict=True):
                 is_its = group_id == group.shape.group_id
                 of_group.update(dict.fromkeys(own, generation if is_its else others))
-                if is_its and self.loads is Loads.UNKNOWN:
+                if is_its and self._has_lost_loads:
                     # A load for a request that ended first may have filled them.
                     empty = filter(None, ids[-(-num_computed // size) :])
                     self._blocks(group, GIVEN, dict.fromkeys(empty, NOBODY).items())
@@ -295,7 +303,7 @@ class Audit:
             # Target and drafter ran by now. A layer may fill its cache when it first
             # runs (TRITON_ATTN, scales per token and head).
             self._had_drafts = True
-            if self.loads is not Loads.UNKNOWN:  # then a load may have filled blocks
+            if not self._has_lost_loads:  # then a load may have filled blocks
                 self.snapshot(again=True)
         self._identify(0)
         # Requests change their rows, and keep their index in the runner's states.
@@ -417,11 +425,11 @@ class Audit:
         budgets = self._num_scanned, HIT_BUDGETS * self._num_scanned
         if (words := self.fingerprints.due(self.step)) is not None:
             self.groups[0].set_words(words)
-        for group, findings_to in zip(self.groups, self.outbox.claim(), strict=True):
+        for group, places in zip(self.groups, self.outbox.claim(), strict=True):
             rows = self._rows(group, step)
             of_drafts = step.undone(group.shape.group_id)
             how = cu_num_logits, *kept, *of_drafts, hits, *budgets
-            self._ops.audit_resolve(*rows, *how, findings_to)
+            self._ops.audit_resolve(*rows, *how, *places)
         if words is not None:
             self.groups[0].set_words(None)
         self.outbox.sent()
@@ -431,4 +439,6 @@ class Audit:
         that came back from a KV connector, with what was stored."""
         names = ("findings", "unverified", "identities", "contents", "returned")
         headers = torch.stack([group.findings[0] for group in self.groups])
-        return dict(zip(names, headers.sum(dim=0).tolist(), strict=False))
+        found = dict(zip(names, headers.sum(dim=0).tolist(), strict=False))
+        found["unverified"] -= self.outbox.num_settled
+        return found

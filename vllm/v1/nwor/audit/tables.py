@@ -35,6 +35,8 @@ class GroupShape:
     entry of the worker's block table stands for. window: how many of a request's last
     positions it still owns; 0 for all. max_blocks: of a request. num_stored: blocks
     stored by a KV connector for which the audit keeps a copy of its records.
+    num_digests: blocks of a step whose digests are taken, of filled ones as many as
+    requests can fill, and as many loaded ones; 0: none are.
     """
 
     group_id: int
@@ -44,6 +46,12 @@ class GroupShape:
     max_blocks: int
     window: int = 0
     num_stored: int = 0
+    num_digests: int = 0
+
+
+def digest_rows(shape: GroupShape) -> int:
+    """Of `digests`, the header's included."""
+    return 1 + 2 * shape.num_digests if shape.num_digests else 0
 
 
 def _shapes(
@@ -52,6 +60,7 @@ def _shapes(
     """Of a group's tensors, by their names in AuditedGroup, in AuditGroup's order."""
     num_blocks = shape.num_blocks + shape.num_stored
     num_rows = num_blocks * shape.block_size
+    num_digests = digest_rows(shape)
     return {
         "records": ((num_rows, ops.RECORD_COLUMNS), torch.int64),
         "seats": ((num_seats, ops.SEAT_COLUMNS), torch.int64),
@@ -61,6 +70,7 @@ def _shapes(
         "plan": ((max_tokens, ops.PLAN_COLUMNS), torch.int64),
         "findings": ((1 + MAX_KEPT, ops.FINDING_COLUMNS), torch.int64),
         "stores": ((num_blocks,), torch.int64),
+        "digests": ((num_digests, ops.DIGEST_COLUMNS), torch.int64),
         "contents": ((num_rows, num_layers), torch.int32),
     }
 
@@ -128,7 +138,8 @@ class AuditedGroup:
             -1 if self.records.device.type == "cpu" else index,
             *(tensor.data_ptr() for tensor in self.tensors.values()),
             *(len(self.names), num_seats, shape.max_blocks, max_tokens),
-            *(MAX_KEPT, shape.num_blocks, shape.num_stored, shape.block_size),
+            *(MAX_KEPT, shape.num_blocks, shape.num_stored),
+            *(shape.num_digests, shape.block_size),
             *(shape.entry_tokens, shape.window, len(self.parts)),
             *(0, 0),  # set_words
         ]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -43,6 +44,7 @@ def limits(runner: Any) -> RunnerLimits:
     step_refusal = parallel_refusal(config)
     if getattr(runner, "is_pooling_model", False):
         step_refusal = "a pooling model samples nothing, so its steps have no commit"
+    transfer = getattr(config, "kv_transfer_config", None)
     return RunnerLimits(
         device=runner.device,
         draft_refusal=config_refusal(config) or "",
@@ -58,6 +60,10 @@ def limits(runner: Any) -> RunnerLimits:
         is_async=bool(getattr(scheduler, "async_scheduling", False)),
         sleeps=sleeps(runner),
         loads=loads_of(config),
+        has_own_store=bool(transfer) and connectors.has_own_store(transfer),
+        bytes_changed_by=connectors.bytes_changed_by(transfer, os.environ)
+        if transfer
+        else "",
     )
 
 

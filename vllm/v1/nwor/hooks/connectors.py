@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter for vLLM's OffloadingConnector: which blocks it is about to read and fill
-(Observer.blocks_transferred).
+"""What KV connectors read and fill.
+
+Of any connector, in the scheduler's process (`FollowedLoads`): which blocks it was
+asked to load, and how much of that failed. vLLM asks how much there is, then takes all
+of it, a part, or nothing, and says how much when the request has its blocks.
+
+The adapter for vLLM's OffloadingConnector, in the workers: which blocks it is about to
+read and fill, and where from (Observer.blocks_transferred).
 
 A store is submitted one step after it was decided, when that step has been sampled: so
 every slot of its blocks must be committed by then. Stores are reported when the step
@@ -14,23 +20,185 @@ from there, unless others fill it, too: then nothing is known (`_places`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
-from ..base.wrap import Wrapped, install_all, is_installed
-from ..step import Transfer
-from .ledger import START_LOAD_KV
+from msgspec import Struct
+
+from ..base.errors import report_failure
+from ..base.wrap import Wrapped, argument, install_all, is_installed
+from ..step import Loads, Transfer
+from .ledger import MATCHED_TOKENS, START_LOAD_KV, STATE_AFTER_ALLOC
 
 NAME = "OffloadingConnector"
+MULTI = "MultiConnector"
+LOST = "audit: loads of the KV connector cannot be followed; they stay unverified"
 
 Blocks = list[list[int]]  # by KV-cache group
 # (the blocks of a transfer, the connector's chunks)
 Transfers = Iterable[tuple[Any, Any]]
 # Model runners of this process with observers that follow transfers.
 _watched: WeakSet[Any] = WeakSet()
+
+
+# --- any connector --------------------------------------------------------------------
+
+
+class Load(Struct, gc=False):
+    """Positions [start, end) of a request that a connector was asked to load. They are
+    None if it is not known which blocks that fills."""
+
+    request: Any
+    start: int | None
+    end: int
+
+
+class FollowedLoads:
+    """What a scheduler's connector was asked to load. is_lost: after a failure."""
+
+    def __init__(self) -> None:
+        self.is_lost = False
+        self._block_sizes: Sequence[int] = ()
+        # Of requests that may be loaded: what they have, and whether the load will be
+        # complete in a later step.
+        self._asked: dict[str, tuple[int, bool]] = {}
+        # Of requests that were not seated since.
+        self._loads: dict[str, Load] = {}
+        self._blocks: list[Blocks] = []
+        self._num_failed = 0
+
+    def follow(self, connector: Any, block_sizes: Sequence[int]) -> None:
+        """block_sizes: of each KV-cache group."""
+        self._block_sizes = block_sizes
+        for target, wrapper in (
+            (MATCHED_TOKENS, self._matched_tokens),
+            (STATE_AFTER_ALLOC, self._state_after_alloc),
+        ):
+            name = target.qualname.rpartition(".")[2]
+            setattr(connector, name, partial(wrapper, getattr(connector, name)))
+
+    def _matched_tokens(self, wrapped: Any, *args: Any, **kwargs: Any) -> Any:
+        found = wrapped(*args, **kwargs)
+        try:
+            request = argument(MATCHED_TOKENS, "request", args, kwargs)
+            local = argument(MATCHED_TOKENS, "num_computed_tokens", args, kwargs)
+            self._asked[request.request_id] = local, bool(found[1])
+        except Exception as error:
+            self.lose(error)
+        return found
+
+    def _state_after_alloc(self, wrapped: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            about = "request", "blocks", "num_external_tokens"
+            self._add(*(argument(STATE_AFTER_ALLOC, a, args, kwargs) for a in about))
+        except Exception as error:
+            self.lose(error)
+        return wrapped(*args, **kwargs)
+
+    def lose(self, error: Exception) -> None:
+        """Call while `error` is handled."""
+        self.is_lost = True
+        report_failure(LOST, error)
+
+    def _add(self, request: Any, blocks: Any, num_external: int) -> None:
+        """A request has its blocks. For a load that takes steps vLLM says it again when
+        that is complete: no more is loaded then."""
+        if not num_external:
+            return
+        name = request.request_id
+        local, takes_steps = self._asked.pop(name)
+        if (failed := self._loads.get(name)) is not None:
+            self._num_failed += failed.end - (failed.start or 0)  # it asks again
+        load = self._loads[name] = Load(request, local, local + num_external)
+        if len(self._block_sizes) == 1:
+            (ids,), (size,) = blocks.get_block_ids(), self._block_sizes
+            filled = ids[local // size : -(-load.end // size)]
+            self._blocks.append([[*filter(None, filled)]])  # no null blocks
+        elif takes_steps:
+            # Its groups may have found different prefixes in the cache, with hashes.
+            self._blocks.append(blocks.get_unhashed_block_ids_all_groups())
+        else:
+            load.start = None
+
+    def num_local(self, name: str, num_computed: int, has_failed: bool) -> int | None:
+        """A request is seated: how many of its tokens were found in the local cache;
+        None: that is not known. The connector has loaded the others, or will in this
+        step. has_failed: a load that took steps ended so."""
+        self._asked.pop(name, None)
+        load = self._loads.pop(name, None)
+        if self.is_lost or (load is not None and load.start is None):
+            return None
+        if load is None or load.start is None:
+            return num_computed
+        if has_failed:
+            self._num_failed += max(load.end - max(load.start, num_computed), 0)
+        return min(load.start, num_computed)
+
+    def ended(self, names: Iterable[str]) -> None:
+        """Call with the requests that have ended, in each step."""
+        for name in names:
+            self._asked.pop(name, None)
+            load = self._loads.pop(name, None)
+            if load is not None and load.request.status.name == "FINISHED_ERROR":
+                self._num_failed += load.end - (load.start or 0)
+
+    def take(self) -> Loads | None:
+        """What is new since the last call; None if that is not known."""
+        found = Loads(tuple(self._blocks), self._num_failed)
+        self._blocks, self._num_failed = [], 0
+        return None if self.is_lost else found
+
+
+def stores_of(transfer: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The connectors of vLLM's KVTransferConfig, those within a MultiConnector instead
+    of that one: names, and the user's own configuration of each."""
+
+    def of(name: str | None, more: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        more = more if isinstance(more, Mapping) else {}
+        if name != MULTI:
+            yield name or "", more
+        for one in more.get("connectors", ()) if name == MULTI else ():
+            yield from of(one.get("kv_connector"), one.get("kv_connector_extra_config"))
+
+    return of(transfer.kv_connector, transfer.kv_connector_extra_config)
+
+
+def has_own_store(transfer: Any) -> bool:
+    """Whether its stores are empty at start, and nobody else fills them: host memory of
+    vLLM's own OffloadingConnector. transfer: vLLM's KVTransferConfig."""
+    is_vllms = not getattr(transfer, "kv_connector_module_path", None)
+    return is_vllms and all(
+        name == NAME and more.get("spec_name", "CPUOffloadingSpec") in OWN_SPECS
+        for name, more in stores_of(transfer)
+    )
+
+
+OWN_SPECS = ("CPUOffloadingSpec",)
+# Settings of connectors that bring other bytes than they have stored: of LMCache (as
+# lmcache.NAME in vLLM's configuration, or as LMCACHE_NAME in the environment) those of
+# CacheGen, KIVI and CacheBlend. None of these values does.
+CHANGING = ("remote_serde", "enable_blending")
+UNCHANGED = ("", "naive", "none", "0", "false")
+
+
+def bytes_changed_by(transfer: Any, env: Mapping[str, str]) -> str:
+    """The connector and the setting that make it change bytes on the way, by name;
+    empty if none is known. transfer: vLLM's KVTransferConfig."""
+    for name, more in stores_of(transfer):
+        if "LMCache" not in name:
+            continue
+        for setting in CHANGING:
+            said = more.get(f"lmcache.{setting}", env.get(f"LMCACHE_{setting.upper()}"))
+            if said is not None and str(said).lower() not in UNCHANGED:
+                return f"{name} ({setting}: {said})"
+    return ""
+
+
+# --- vLLM's OffloadingConnector -------------------------------------------------------
 
 
 def install(module: ModuleType) -> None:

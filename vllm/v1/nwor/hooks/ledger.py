@@ -26,6 +26,7 @@ LOGGERS = "vllm.v1.metrics.loggers"
 ALLOCATOR = "vllm.device_allocator.cumem"
 LORA = "vllm.lora.model_manager"
 STATES = "vllm.v1.worker.gpu.model_states.mamba_hybrid"
+CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
 
 
@@ -88,10 +89,11 @@ METRICS = (
     "SchedulerStats"
 )
 TRANSFERS = "KV connectors announce which blocks they are about to read and fill"
-REQUEST_DATA = (
-    "NewRequestData has a request's cache_salt, and the number of its tokens that were "
-    "found in the local cache"
+LOADS_ANNOUNCED = (
+    "SchedulerOutput has the blocks that a KV connector is to load, and NewRequestData "
+    "how many of a request's tokens were found in the local cache"
 )
+REQUEST_DATA = "NewRequestData has a request's cache_salt"
 OUTPUT_READ = "vLLM calls plugins when an asynchronous output is read"
 CONTENT_LOST = "vLLM notifies plugins that a KV cache lost its content"
 WEIGHTS_CHANGED = (
@@ -347,6 +349,25 @@ SHUTDOWN = HookTarget(
     WORKER_ENDS,
     for_audit=True,
 )
+MATCHED_TOKENS = HookTarget(
+    CONNECTOR,
+    "KVConnectorBase_V1.get_num_new_matched_tokens",
+    ("self", "request", "num_computed_tokens"),
+    "replaced on the scheduler's connector, of any class: what was found in the local "
+    "cache, in front of what is loaded",
+    LOADS_ANNOUNCED,
+    for_audit=True,
+    on_object=True,
+)
+STATE_AFTER_ALLOC = HookTarget(
+    CONNECTOR,
+    "KVConnectorBase_V1.update_state_after_alloc",
+    ("self", "request", "blocks", "num_external_tokens"),
+    "the same: the blocks that a load will fill",
+    LOADS_ANNOUNCED,
+    for_audit=True,
+    on_object=True,
+)
 START_LOAD_KV = HookTarget(
     OFFLOADING,
     "OffloadingConnector.start_load_kv",
@@ -420,6 +441,13 @@ CHANGES = (
     ),
     Change(
         "vllm.v1.core.sched.output.SchedulerOutput",
+        "nwor_loads",
+        "which blocks a KV connector was asked to load",
+        LOADS_ANNOUNCED,
+        True,
+    ),
+    Change(
+        "vllm.v1.core.sched.output.SchedulerOutput",
         "nwor_weights",
         "which weights the step's keys and values are of",
         WEIGHTS_CHANGED,
@@ -463,10 +491,10 @@ CHANGES = (
         True,
     ),
     Change(
-        "vllm.v1.request.Request",
-        "nwor_num_preemptions",
-        "whether a request kept its blocks since its last step",
-        REQUEST_DATA,
+        f"{SCHEDULER}.Scheduler",
+        "nwor_loads",
+        "what its KV connector was asked to load; two methods of that one are replaced",
+        LOADS_ANNOUNCED,
         True,
     ),
     Change(

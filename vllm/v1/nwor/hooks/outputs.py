@@ -75,10 +75,12 @@ def _read(
     hooks_failed: Sequence[Callable[[], None]],
 ) -> None:
     has_requests = bool(getattr(output, "req_ids", None))
+    of_connector = getattr(output, "kv_connector_output", None)
+    failed = getattr(of_connector, "invalid_block_ids", None) or ()
     for reader in readers:
         if reader is not None:
             payload = getattr(output, "nwor_stats", NOTHING) if has_requests else None
-            if (changed := reader(payload)) is not None:
+            if (changed := reader(payload, failed)) is not None:
                 _set(output, "nwor_stats", changed, hooks_failed)
                 if steps := changed.weights_changed:
                     _set(output, "nwor_weights", steps, hooks_failed)

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ..step import Adapter, NewRequest, RunningRequest, Weights
+from ..step import Adapter, Loads, NewRequest, RunningRequest, Weights
 
 
 class ScheduledStep(Struct, gc=False):
@@ -51,17 +51,27 @@ class ScheduledStep(Struct, gc=False):
 
     def running_requests(self) -> Sequence[RunningRequest]:
         cached = self.output.scheduled_cached_reqs
+        resumed = cached.resumed_req_ids
         rows = cached.req_ids, cached.new_block_ids, cached.num_computed_tokens
+        known = (getattr(self.output, "nwor_audit", {}) or {}) if resumed else {}
         return [
-            RunningRequest(*row, row[0] in cached.resumed_req_ids)
+            RunningRequest(*row, row[0] in resumed, _is_known(known, row[0]))
             for row in zip(*rows, strict=True)
         ]
+
+    def loads(self) -> Loads | None:
+        found = getattr(self.output, "nwor_loads", Loads())
+        return found and Loads(*found)
+
+
+def _is_known(known: Any, name: str) -> bool:
+    """Whether the scheduler said how much of its prefix is in the local cache."""
+    return known.get(name, (None, None))[1] is not None
 
 
 def _new_request(new: Any, known: Any) -> NewRequest:
     """new: vLLM's NewRequestData."""
-    of_request = (known or {}).get(new.req_id, (None, None, False))
-    salt, num_local, is_loaded = of_request
+    salt, _ = (known or {}).get(new.req_id, (None, None))
     lora = getattr(new, "lora_request", None)
     features = None
     if known is not None:
@@ -71,8 +81,7 @@ def _new_request(new: Any, known: Any) -> NewRequest:
         new.req_id,
         new.block_ids,
         new.num_computed_tokens,
-        num_local,
-        is_loaded,
+        _is_known(known or {}, new.req_id),
         lora and Adapter(lora.lora_name, lora.lora_path, lora.lora_int_id),
         salt,
         features,

@@ -16,9 +16,9 @@ fields of a dataclass by name, and a decoder skips unknown ones.
 
 The workers get this, only for the audit (`schedule`): a request's `cache_salt`, which
 separates its blocks from those of the same text with another salt; how much of its
-prefix comes from the local cache and not from a KV connector; and whether the connector
-has reported the load as done. A worker's output may say that weights were changed: that
-reaches the engine core's epochs (`weights`) with metrics off, too.
+prefix comes from the local cache; and the blocks that a KV connector is to load. A
+worker's output may say that weights were changed: that reaches the engine core's epochs
+(`weights`) with metrics off, too.
 
 A failure here loses counts, never tokens: it is logged once, and counted as a breach
 (VLLM_NWOR_STRICT=always raises instead).
@@ -38,13 +38,15 @@ from ..base.wrap import Wrapped, extend, install_all
 from ..commits import Commit
 from ..config import AuditMode, NworConfig
 from ..metrics import VERSIONS, WEIGHT_CHANGES, Counted, NworStats
-from ..step import Weights
+from ..step import Loads, Weights
 from . import weights
+from .connectors import FollowedLoads
 from .engine_core import block_sizes
 from .kv_versions import KvVersions
 from .ledger import SCHEDULE, UPDATE_FROM_OUTPUT
 
 STATS = "vllm.v1.metrics.stats"
+NO_LOADS = Loads()
 
 # vLLM's Request, its number of tokens, and the Commit that the step will make.
 Pending = tuple[Any, int, Commit]
@@ -245,7 +247,11 @@ def publish(
 
 
 def _schedule(wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any) -> Any:
-    loaded = set(getattr(scheduler, "finished_recving_kv_req_ids", ()))
+    loads: FollowedLoads | None = getattr(scheduler, "nwor_loads", None)
+    if loads is None:
+        loads = scheduler.nwor_loads = _loads_of(scheduler)
+    # Their loads took steps, and failed.
+    failed = set(getattr(scheduler, "failed_recving_kv_req_ids", ()))
     is_running = bool(getattr(scheduler, "running", ()))
     output = wrapped(*args, **kwargs)
     output.nwor_weights, changes = weights.of_step(scheduler, is_running, output)
@@ -253,10 +259,10 @@ def _schedule(wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any) -> Any:
         stats = getattr(scheduler, "nwor_stats", None) or _new_stats(scheduler)
         stats.count(WEIGHT_CHANGES, Counter(changes))
     try:
-        _inform_workers(scheduler, output, loaded)
+        _inform_workers(scheduler, output, loads, failed)
     except Exception as error:
         # The workers treat the new requests of this step as unknown.
-        output.nwor_audit = None
+        output.nwor_audit = output.nwor_loads = None
         report_failure("audit: new requests of failed steps are unverified", error)
     try:
         if not hasattr(scheduler, "nwor_versions"):
@@ -279,43 +285,43 @@ def _versions_failed(scheduler: Any, error: Exception) -> None:
     report_failure("audit: versions of KV are no longer followed", error)
 
 
-def _inform_workers(scheduler: Any, output: Any, loaded: set[str]) -> None:
+def _loads_of(scheduler: Any) -> FollowedLoads:
+    """Replaces two methods of its connector, if it has one."""
+    connector = getattr(scheduler, "connector", None)
+    found = FollowedLoads()
+    try:
+        if connector is not None:
+            manager = scheduler.kv_cache_manager.coordinator
+            sizes = [one.block_size for one in manager.single_type_managers]
+            found.follow(connector, sizes)
+    except Exception as error:
+        found.lose(error)
+    return found
+
+
+def _inform_workers(
+    scheduler: Any, output: Any, loads: FollowedLoads, failed: set[str]
+) -> None:
     """Attaches the request data for the workers to the step's SchedulerOutput."""
-    if output.scheduled_new_reqs:
+    cached = output.scheduled_cached_reqs
+    loads.ended(output.finished_req_ids)
+    seated = [
+        (new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs
+    ]
+    if resumed := cached.resumed_req_ids:
+        rows = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        seated += [row for row in rows if row[0] in resumed]
+    if seated:
         output.nwor_audit = {
-            new.req_id: (
-                *_known_of(scheduler.requests.get(new.req_id), new),
-                new.req_id in loaded,
+            name: (
+                getattr(scheduler.requests.get(name), "cache_salt", None),
+                loads.num_local(name, num_computed, name in failed),
             )
-            for new in output.scheduled_new_reqs
+            for name, num_computed in seated
         }
-    for name in output.scheduled_cached_reqs.resumed_req_ids:
-        _has_blocks(scheduler.requests.get(name))
-
-
-def _known_of(request: Any, new: Any) -> tuple[str | None, int | None]:
-    """Its cache_salt, and how many of its tokens are from the local cache; None: not
-    known, as after a preemption, or because this vLLM does not record it. new: vLLM's
-    NewRequestData."""
-    num_local = None
-    if _has_blocks(request):
-        # A session's next turn: vLLM does not query the cache for it.
-        num_local = new.num_computed_tokens
-    elif not getattr(request, "num_preemptions", 0):
-        found = getattr(request, "prefill_stats", None)
-        num_local = getattr(found, "num_local_cached_tokens", None)
-    return getattr(request, "cache_salt", None), num_local
-
-
-def _has_blocks(request: Any) -> bool:
-    """Whether a scheduled request still has the blocks of its previous step: vLLM frees
-    them at a preemption, and counts that. Also records the count for the next call."""
-    if request is None:
-        return False
-    num_preemptions = getattr(request, "num_preemptions", None)
-    before = getattr(request, "nwor_num_preemptions", None)
-    request.nwor_num_preemptions = num_preemptions
-    return num_preemptions is not None and before == num_preemptions
+    found = loads.take()
+    if found != NO_LOADS:
+        output.nwor_loads = found and tuple(found)
 
 
 def _failed(what: str, error: Exception, stats: NworStats) -> None:

@@ -20,9 +20,10 @@ from .tables import LayerCache
 class Loads(enum.IntEnum):
     """Whether a KV connector fills blocks.
 
-    NONE: it does not. KNOWN: the hooks see which ones (`Observer.blocks_transferred`),
-    or the scheduler reports how much was found in the local cache, and the connector
-    loads the rest. UNKNOWN: any block of a request's cached prefix may be loaded.
+    NONE: it does not. KNOWN: the hooks see which ones, and where they come from
+    (`Observer.blocks_transferred`); of a request: the scheduler says which ones.
+    UNKNOWN: the scheduler has to say which ones; if it cannot, any block of a request's
+    cached prefix may be loaded.
     """
 
     NONE = 0
@@ -43,6 +44,8 @@ class RunnerLimits:
     else 0. max_in_flight: steps with unread outputs, at most.
     is_async: asynchronous scheduling: the host does not know a running request's text.
     sleeps: memory that is allocated when caches are bound loses its content in sleep.
+    loads: of the KV connector. has_own_store: nobody else fills its store, which is
+    empty at start. bytes_changed_by: what makes it bring other bytes than it stored.
     """
 
     device: torch.device
@@ -58,6 +61,8 @@ class RunnerLimits:
     is_async: bool
     sleeps: bool
     loads: Loads
+    has_own_store: bool = False
+    bytes_changed_by: str = ""
 
 
 @dataclass(frozen=True)
