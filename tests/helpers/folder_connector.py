@@ -4,7 +4,8 @@ conformance kit's tests.
 
 FolderConnector keeps each full block of a text in a file of `folder`, for one KV-cache
 group. A block of an answer is stored a step after its last token ran, so that no
-rejected draft is in it. With `"loads": "async"` a load is reported one step after it was made.
+rejected draft is in it. With `"loads": "async"` a load is reported one step after it was
+made.
 """
 
 from __future__ import annotations
@@ -139,13 +140,10 @@ class FolderConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for name, blocks in self._connector_metadata.loads.items():
-            for block, path in self.wanted(blocks):
+            for block, path in blocks:
                 self.load(block, path)
             if self._is_async:
                 self._arriving.add(name)
-
-    def wanted(self, blocks: Blocks) -> Blocks:
-        return blocks
 
     def load(self, block: int, path: Path) -> None:
         if not path.exists():
@@ -209,19 +207,6 @@ class WithTheLastToken(FolderConnector):
 
     def num_stored(self, request: Any) -> int:
         return request.num_tokens
-
-
-class OnceAStep(FolderConnector):
-    """one_prefix"""
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._seen: set[Path] = set()
-        super().start_load_kv(forward_context, **kwargs)
-
-    def wanted(self, blocks: Blocks) -> Blocks:
-        new = [(block, path) for block, path in blocks if path not in self._seen]
-        self._seen.update(path for _, path in new)
-        return new
 
 
 class Silent(FolderConnector):
