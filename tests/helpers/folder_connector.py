@@ -4,8 +4,7 @@ conformance kit's tests.
 
 FolderConnector keeps each full block of a text in a file of `folder`, for one KV-cache
 group. A block of an answer is stored a step after its last token ran, so that no
-rejected draft is in it. With `"loads": "async"` a load is reported one step after it was
-made.
+rejected draft is in it. With `"loads": "async"` a load is reported a step after it ran.
 """
 
 from __future__ import annotations
