@@ -191,7 +191,6 @@ def test_a_connector_that_conforms_passes(
         ("OfAnyAdapter", "lora_adapter", ("outputs", "exercised")),
         ("ShorterThanLocal", "longer_local", ("exercised",)),
         ("WithTheLastToken", "rejected_drafts", ("outputs",)),
-        ("OnceAStep", "one_prefix", ("outputs",)),
         ("Silent", "failed_load", ("outputs",)),
         ("LosesTheAborted", "abort_loading", ("blocks",)),
         ("LacksAResumedBlock", "preemption", ("outputs",)),

@@ -3,8 +3,8 @@
 conformance kit's tests.
 
 FolderConnector keeps each full block of a text in a file of `folder`, for one KV-cache
-group. A block is stored a step after its last token ran, so that no rejected draft is
-in it. With `"loads": "async"` a load is reported one step after it was made.
+group. A block of an answer is stored a step after its last token ran, so that no
+rejected draft is in it. With `"loads": "async"` a load is reported a step after it ran.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class FolderConnector(KVConnectorBase_V1):
             end = self._local[name] + num_external_tokens
             paths = list(self.paths(request, end))
             pairs = zip(ids[first:], paths[first:], strict=False)
-            self._next.loads[name] = list(pairs)
+            # Block 0 is in front of a sliding window.
+            self._next.loads[name] = [(block, path) for block, path in pairs if block]
             self._loading.update([name] * self._is_async)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -107,11 +108,16 @@ class FolderConnector(KVConnectorBase_V1):
                 self._next.stores.append((block, path))
 
     def build_connector_meta(self, scheduler_output: Any) -> Transfers:
-        for name in scheduler_output.num_scheduled_tokens:
+        for name, count in scheduler_output.num_scheduled_tokens.items():
             if name not in self._next.loads:  # or else it counts as computed already
-                request = self._requests[name]
-                (ids,) = self._kv_cache_manager.get_blocks(name).get_block_ids()
-                self._store(request, ids, request.num_computed_tokens)
+                request, (ids,) = (
+                    self._requests[name],
+                    self._kv_cache_manager.get_blocks(name).get_block_ids(),
+                )
+                ran = request.num_computed_tokens
+                # Those of a prompt are there after this step, and are no drafts.
+                end = max(ran, min(ran + count, request.num_prompt_tokens))
+                self._store(request, ids, end)
         transfers, self._next = self._next, Transfers()
         return transfers
 
@@ -133,13 +139,10 @@ class FolderConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for name, blocks in self._connector_metadata.loads.items():
-            for block, path in self.wanted(blocks):
+            for block, path in blocks:
                 self.load(block, path)
             if self._is_async:
                 self._arriving.add(name)
-
-    def wanted(self, blocks: Blocks) -> Blocks:
-        return blocks
 
     def load(self, block: int, path: Path) -> None:
         if not path.exists():
@@ -203,19 +206,6 @@ class WithTheLastToken(FolderConnector):
 
     def num_stored(self, request: Any) -> int:
         return request.num_tokens
-
-
-class OnceAStep(FolderConnector):
-    """one_prefix"""
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._seen: set[Path] = set()
-        super().start_load_kv(forward_context, **kwargs)
-
-    def wanted(self, blocks: Blocks) -> Blocks:
-        new = [(block, path) for block, path in blocks if path not in self._seen]
-        self._seen.update(path for _, path in new)
-        return new
 
 
 class Silent(FolderConnector):
