@@ -65,12 +65,23 @@ def make_system() -> None:
 
 def main() -> int:
     if (qemu := shutil.which("qemu-aarch64-static")) is None:
-        sys.exit("emulated: qemu-aarch64-static is missing: apt-get install qemu-user-static")
+        sys.exit(
+            "emulated: qemu-aarch64-static is missing: apt-get install qemu-user-static"
+        )
     wheels = list((ROOT / "dist").glob("vllm_nwor-*_aarch64.whl"))
     if len(wheels) != 1:
         sys.exit("emulated: dist/ has no wheel for aarch64; run: make dist")
     make_system()
-    uv = [sys.executable, "-m", "uv", "pip", "install", "-q", "--python", sys.executable]
+    uv = [
+        sys.executable,
+        "-m",
+        "uv",
+        "pip",
+        "install",
+        "-q",
+        "--python",
+        sys.executable,
+    ]
     uv += ["--python-platform", "aarch64-manylinux_2_28", "--python-version", "3.11"]
     uv += ["--target", str(SITE), "--only-binary", ":all:"]
     env = {**os.environ, **setup_env.uv_environment()}

@@ -190,6 +190,9 @@ def test_each_arm_makes_every_step_of_a_round_once():
         assert pair.test.seconds == slow * expected * (2**num_steps - 1)
         assert pair.test.latency_s == [slow * expected * 7, pair.test.seconds]
         assert pair.ratio == 8 / expected
+        # The first step of each turn finds the hooks changed.
+        bits = [2**16 - 2, 2**32 - 2**17, 2**num_steps - 2**33]
+        assert pair.test.turn_s == [slow * expected * of_turn for of_turn in bits]
     # After the warm-ups: the baseline is between any two, which change places.
     assert ran[3] == ["unhooked", "cow", "unhooked", "stage"]
     assert ran[7] == ["unhooked", "stage", "unhooked", "cow"]
@@ -399,17 +402,49 @@ def test_a_cell_runs_each_batch_size_on_one_engine(cell, kv_blocks, engine, caps
 # --- tools/gpu/host_profile.py
 
 
+def device_run(engine, arm):
+    """Two steps: sampled, ours, the forward, which takes longer after ours."""
+    ours = {"stage": ("commit", "stage"), "cow": ("restore", "log")}.get(arm.name, ())
+    events = []
+    for start in (0.0, 1000.0):
+        names = "sampled", *(f"nwor::x::{one}_kernel()" for one in ours), "forward"
+        for number, name in enumerate(names):
+            us = 100.0 + len(ours) if name == "forward" else 4.0
+            events.append(host_profile.Event(name, start + 10 * number, us))
+    return events, 2
+
+
 def test_host_profile_has_begin_and_commit_of_each_mode(engine, monkeypatch):
     """(10, 30) and (5, 15) us in each run."""
-    monkeypatch.setattr(host_profile, "kernel_times", lambda engine, arm: {})
+    monkeypatch.setattr(host_profile, "device_events", device_run)
     monkeypatch.setattr(host_profile.HookTimes, "watch", lambda times: None)
-    assert host_profile.main(["v2-k4-a70", "--rounds", "1", "--json", "a.jsonl"]) == 0
-    (line,) = records.read("a", Path())
+    words = ["v2-k4-a70", "--rounds", "1", "--json", "a.jsonl", "--batches", "2", "4"]
+    assert host_profile.main(words) == 0
+    two, line = records.read("a", Path())
+    assert [two["key"]["batch"], line["key"]["batch"]] == [2, 4]
     assert line["host"].keys() == {"stage", "cow"}
     for times in line["host"].values():
         medians = {part: one["median_us"] for part, one in times.items()}
         assert medians == {"begin": 20, "commit": 10, "both": 30}
     assert set(line["step_us"].values()) == {500_000}
+    unhooked, stage, cow = (line["device"][n] for n in ("unhooked", "stage", "cow"))
+    assert (unhooked["theirs_us"], stage["theirs_us"]) == (104, 106)
+    one = {"median_us": 4, "launches": 2}
+    assert unhooked["ours"] == {}
+    assert stage["ours"] == {"commit": one, "stage": one}
+    assert cow["ours"] == {"restore": one, "log": one}
+    wanted = [
+        ["sampled", -4, 4],
+        ["commit", 6, 4],
+        ["stage", 16, 4],
+        ["forward", 26, 102],
+    ]
+    assert stage["around"] == wanted
+    picture = Path("step.png")
+    assert host_profile.main([*words, "--picture", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        host_profile.main([*words[:-2], "3", "--picture", str(picture)])
 
 
 def test_a_hooks_time_is_without_what_it_wraps(monkeypatch):

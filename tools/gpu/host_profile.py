@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Where the host's time for begin and commit goes, inside a real engine.
+"""What a step is longer by, inside a real engine: on the host and on the device.
 
     python tools/gpu/host_profile.py CELL --json results/host_time.jsonl
+    python tools/gpu/host_profile.py CELL --json results/host_time.jsonl --picture FILE
 
 Serves the same requests on the engine of a cell of cells.yml: unhooked (vLLM's own
 code), in mode `stage`, and in mode `cow`. Measures begin and commit of each step; the
 duration of an engine's step (the mean of steps, each the median of its runs, which make
-the same batches); our kernels' time by torch's profiler; and with `stage` each of our
-hooks, without vLLM's own part. A server runs the last of the hooks
+the same batches); with `stage` each of our hooks, without vLLM's own part; and by
+torch's profiler the time of our kernels and of vLLM's, and what surrounds ours in one
+step: `--picture` draws that from the file. A server runs the last of the hooks
 (PrometheusStatLogger.record) in another process. In a tight loop all of it is several
 times faster: between two steps its code leaves the CPU's caches.
 
@@ -17,22 +19,25 @@ Exit status: 0 done; 1 vLLM does not run; 2 a bad argument.
 
 from __future__ import annotations
 
+import io
+import itertools
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import numpy  # noqa: E402
 from benchmarks import ab, environment, records, report  # noqa: E402
-from benchmarks.arguments import parse, whole  # noqa: E402
+from benchmarks.arguments import Options, parse, whole  # noqa: E402
 from benchmarks.engine import Engine, EngineFailed  # noqa: E402
+from benchmarks.files import write_whole  # noqa: E402
 from benchmarks.settings import device_for, leave, prepare_process  # noqa: E402
 
 from tools.gpu import bench  # noqa: E402
@@ -43,9 +48,10 @@ ARMS = (
     ab.Arm("stage", hooked=True),
     ab.Arm("cow", hooked=True, stages=False),
 )
-BATCH = 16
 # As the profiler names them, with their signature.
 OUR_KERNEL = re.compile(r"nwor::.*?(\w+)_kernel\b")
+# Of one step, around commit: microseconds before and after the kernel that precedes it.
+BEFORE_US, AFTER_US = 60, 140
 
 
 class HookTimes:
@@ -108,22 +114,84 @@ class HookTimes:
         }
 
 
-def kernel_times(engine: Engine, arm: ab.Arm) -> dict[str, dict[str, float]]:
-    """Of each kernel of this library that a run launches: median microseconds on the
-    device, and launches."""
+class Event(NamedTuple):
+    """What the device did. start_us: since any moment."""
+
+    name: str
+    start_us: float
+    us: float
+
+    @property
+    def ours(self) -> str | None:
+        """Its short name, if it is a kernel of this library."""
+        found = OUR_KERNEL.search(self.name)
+        return found and found[1]
+
+
+def device_events(engine: Engine, arm: ab.Arm) -> tuple[list[Event], int]:
+    """Those of one run, and its steps."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        engine.run(arm)
-    found: dict[str, list[float]] = {}
-    for event in profiled.events():
-        name = OUR_KERNEL.search(event.name)
-        if name is not None:
-            found.setdefault(name[1], []).append(event.device_time)
-    return {
-        name: {"median_us": round(statistics.median(times), 2), "launches": len(times)}
-        for name, times in found.items()
-    }
+        steps = engine.run(arm).step_s
+    events = [
+        Event(one.name, one.time_range.start, one.device_time)
+        for one in profiled.events()
+        if one.device_type == DeviceType.CUDA
+    ]
+    return sorted(events, key=lambda event: event.start_us), len(steps)
+
+
+def around(events: Sequence[Event], anchor: str) -> list[Event]:
+    """What runs around a middle one of the events of that name; times since its end."""
+    found = [event for event in events if event.name == anchor]
+    middle = found[len(found) // 2]
+    zero = middle.start_us + middle.us
+    return [
+        event._replace(start_us=round(event.start_us - zero, 2), us=round(event.us, 2))
+        for event in events
+        if -BEFORE_US < event.start_us - zero < AFTER_US
+    ]
+
+
+def device_times(engine: Engine, rounds: int) -> dict[str, Any]:
+    """Of each arm: `ours`, of each of our kernels the median microseconds and launches
+    of a run; `theirs_us`, vLLM's kernels and copies, a mean step; `around`."""
+    runs: dict[str, list[tuple[list[Event], int]]] = {}
+    for _ in range(rounds):
+        for arm in ARMS:
+            runs.setdefault(arm.name, []).append(device_events(engine, arm))
+    # What precedes commit is in each arm's steps.
+    staged = runs[ARMS[1].name][-1][0]
+    befores = [
+        one.name for one, next_ in itertools.pairwise(staged) if next_.ours == "commit"
+    ]
+    anchor = statistics.mode(befores)
+    found = {}
+    for name, of in runs.items():
+        ours: dict[str, list[float]] = {}
+        theirs = []
+        for events, num_steps in of:
+            theirs.append(sum(e.us for e in events if not e.ours) / num_steps)
+            for event in events:
+                if event.ours:
+                    ours.setdefault(event.ours, []).append(event.us)
+        found[name] = {
+            "ours": {
+                kernel: {
+                    "median_us": round(statistics.median(times), 2),
+                    "launches": len(times) // rounds,
+                }
+                for kernel, times in ours.items()
+            },
+            "theirs_us": round(statistics.median(theirs), 1),
+            "around": [
+                (e.ours or re.sub(r"^void |<.*|\(.*", "", e.name)[:48], *e[1:])
+                for e in around(of[-1][0], anchor)
+            ],
+        }
+    return found
 
 
 def spread(microseconds: Sequence[float]) -> dict[str, float]:
@@ -135,17 +203,40 @@ def spread(microseconds: Sequence[float]) -> dict[str, float]:
     }
 
 
-def profile(cell: bench.Cell, rounds: int) -> dict[str, Any]:
-    """Runs all ARMS `rounds` times; the result's line."""
-    options = parse(cell.arguments(BATCH))
-    on = device_for(options)
-    prepare_process(options, on)
+def profile(
+    cell: bench.Cell, rounds: int, batches: Sequence[int], write: Callable[[Any], None]
+) -> None:
+    """Runs all ARMS `rounds` times with each batch size; writes a line for each."""
+    options = {batch: parse(cell.arguments(batch)) for batch in batches}
+    first = options[batches[0]]
+    on = device_for(first)
+    prepare_process(first, on)
     hooks = HookTimes()
     hooks.watch()
-    engine = Engine(options, on)
+    largest = Options(**vars(first) | {"batch_size": max(batches)})
+    engine = Engine(largest, on)
     if engine.rpc(lambda worker: worker.model_runner.nwor_state.manager).shadow is None:
         raise EngineFailed(f"mode stage did not start: {engine.why_not()}")
-    _, staged, logged = ARMS
+    about = environment.describe(on, ROOT)
+    for batch, asked in options.items():
+        engine.options = asked
+        engine.prompts = engine.encode()
+        key = {"cell": cell.name, "batch": batch, "gpu": about["machine"].get("gpu")}
+        command = f"python tools/gpu/host_profile.py {cell.name} --rounds {rounds}"
+        write(
+            {
+                "key": key | {"vllm": records.vllm(about)},
+                **about,
+                "command": f"{command} --batches {batch}",
+                **host_times(engine, hooks, rounds),
+                "device": device_times(engine, rounds),
+            }
+        )
+
+
+def host_times(engine: Engine, hooks: HookTimes, rounds: int) -> dict[str, Any]:
+    """The host's part of a result's line, with the duration of steps."""
+    _, staged, _ = ARMS
     # Microseconds of begin and of commit, one a step; seconds of the steps of each run.
     times: dict[str, list[list[float]]] = {arm.name: [[], []] for arm in ARMS}
     step_s: dict[str, list[list[float]]] = {arm.name: [] for arm in ARMS}
@@ -157,20 +248,12 @@ def profile(cell: bench.Cell, rounds: int) -> dict[str, Any]:
                 times[arm.name][0] += timed.begin_us
                 times[arm.name][1] += timed.commit_us
             print(f"{arm.name:10} of round {number + 1} done", flush=True)
+    hooks.ns.clear()
     hooks.on = True
     num_steps = sum(len(engine.run(staged).step_s) for _ in range(rounds))
     hooks.on = False
-    about = environment.describe(on, ROOT)
-    key = {"cell": cell.name, "batch": BATCH, "gpu": about["machine"].get("gpu")}
     return {
-        "key": key | {"vllm": records.vllm(about)},
-        **about,
-        "command": f"python tools/gpu/host_profile.py {cell.name} --rounds {rounds}",
         "hooks": hooks.result(num_steps),
-        "kernels_us": {
-            "stage": kernel_times(engine, staged),
-            "cow": kernel_times(engine, logged),
-        },
         "step_us": {
             kind: 1e6 * statistics.mean(map(statistics.median, zip(*of, strict=True)))
             for kind, of in step_s.items()
@@ -187,19 +270,56 @@ def profile(cell: bench.Cell, rounds: int) -> dict[str, Any]:
     }
 
 
+def drawn(line: Mapping[str, Any]) -> bytes:
+    """What runs on the device around our kernels, in each arm: a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    axes = figure.subplots()
+    rows = list(line["device"])
+    for row, name in enumerate(rows):
+        for event, start, us in line["device"][name]["around"]:
+            is_ours = event in line["device"][name]["ours"]
+            axes.barh(row, us, 0.6, start, color="#d55e00" if is_ours else "#9db7d1")
+            if is_ours:
+                axes.text(start, row - 0.36, f"{event} {us:.1f}", fontsize=7)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.invert_yaxis()
+    axes.set_xlim(-BEFORE_US, AFTER_US)
+    key = line["key"]
+    title = f"{key['cell']}, {key['batch']} requests, {key['gpu']}, vLLM {key['vllm']}"
+    axes.set_title(f"Kernels in one step: {title}", fontsize=9, loc="left")
+    axes.set_xlabel("microseconds since the kernel before")
+    figure.savefig(picture := io.BytesIO(), format="png", dpi=110)
+    return picture.getvalue()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = bench.parser_of(__doc__)
     parser.add_argument("--json", type=Path, required=True, help="file to append to")
     parser.add_argument("--rounds", type=whole(1), default=4, help="of all arms (4)")
+    text = "batch sizes (16)"
+    parser.add_argument("--batches", type=whole(1), nargs="+", default=[16], help=text)
+    text = "draw this batch size's line of the file instead"
+    parser.add_argument("--picture", type=Path, metavar="FILE", help=text)
     arguments = parser.parse_args(argv)
     cell = bench.BY_NAME[arguments.cell]
+    if arguments.picture:
+        lines = records.read(arguments.json.stem, arguments.json.parent)
+        wanted = {"cell": cell.name, "batch": arguments.batches[0]}
+        of = [line for line in lines if line["key"] | wanted == line["key"]]
+        if not of:
+            parser.error(f"--picture: {arguments.json} has no line of {wanted}")
+        write_whole(arguments.picture, drawn(of[-1]))
+        return 0
 
-    def measure() -> None:
-        result = profile(cell, arguments.rounds)
+    def write(result: dict[str, Any]) -> None:
         print(report.rendered("host", [result]), flush=True)
         records.append(arguments.json, result)
 
-    return bench.run_of(cell, measure)
+    return bench.run_of(
+        cell, lambda: profile(cell, arguments.rounds, arguments.batches, write)
+    )
 
 
 if __name__ == "__main__":

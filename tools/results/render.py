@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Puts tables of results/ into README.md, results/README.md, docs/reach.md,
-docs/audit.md, docs/rl.md, docs/operations.md and docs/connectors.md; --check says whether they are
-there.
+"""Puts tables of results/ into README.md, results/README.md and DOCS; --check says
+whether they are there.
 
 The text between two comments belongs to this script:
 
