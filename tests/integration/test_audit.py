@@ -45,6 +45,7 @@ from tests.integration.test_byte_oracle import (
     watch,
 )
 from tests.integration.test_reach import IDLE, METHODS, MODELS, Idle
+from vllm_nwor.audit import explain, incident
 from vllm_nwor.audit.findings import AuditError, Finding
 
 
@@ -483,3 +484,28 @@ def test_mode_raise_ends_the_step_and_the_file_is_complete(tmp_path: Path) -> No
     ((*where, _),) = expected
     assert [finding["kind"], finding["layer"], finding["slot"]] == where
     assert [p.name for p in tmp_path.iterdir()] == ["findings.json"]
+
+
+def test_an_incident_file_names_what_was_planted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bit of a block that two requests share, and then two requests' tables swapped:
+    the file is explained without the engine."""
+    monkeypatch.setattr(incident, "INTERVAL_SECONDS", 0)
+    path = tmp_path / "incident.json"
+    settings = EVERYTHING | {"AUDIT_INCIDENT": str(path)}
+    engine = Engine("cow", settings, enable_prefix_caching=True)
+    tables = engine.runner.input_batch.block_table
+
+    def explained() -> str:
+        assert explain.main([str(path)]) == 0
+        return capsys.readouterr().out
+
+    expected: list[Any] = []
+    requests = [Request("a", prompt(3, 80), 60), Request("b", prompt(3, 80), 20, at=6)]
+    with engine.before_step(12, lambda: expected.append(flip(engine))):
+        engine.run(requests)
+    assert not path.exists() or print(explained())
+    assert tables
+    print(expected)
+    assert 0

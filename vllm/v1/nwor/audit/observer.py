@@ -191,11 +191,16 @@ class RunnerAudit(Observer):
         return payload.with_audit(self._news.offer(totals), changed)
 
     def _take(self, through: int, until: int | None = None) -> Sequence[Finding]:
-        """As Outbox.take; also counts, logs and writes the findings to the file."""
-        return self.findings.take_in(self.audit.outbox.take(through, until))
+        """As Outbox.take; also counts, logs and writes the findings to the files."""
+        found = self.findings.take_in(self.audit.outbox.take(through, until))
+        if found and self.audit.recorder:
+            self.audit.recorder.found()
+        return found
 
     @guarded
     def _shut_down(self) -> None:
         """It waits for nothing."""
         self._take(0)
         self.findings.conclude()
+        if self.audit.recorder:
+            self.audit.recorder.close()
