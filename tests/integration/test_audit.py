@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -489,23 +490,63 @@ def test_mode_raise_ends_the_step_and_the_file_is_complete(tmp_path: Path) -> No
 def test_an_incident_file_names_what_was_planted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bit of a block that two requests share, and then two requests' tables swapped:
-    the file is explained without the engine."""
+    """A bit of a block that two requests share, then two requests' tables swapped: the
+    file tells which requests had the blocks, and which one never did."""
     monkeypatch.setattr(incident, "INTERVAL_SECONDS", 0)
     path = tmp_path / "incident.json"
     settings = EVERYTHING | {"AUDIT_INCIDENT": str(path)}
     engine = Engine("cow", settings, enable_prefix_caching=True)
     tables = engine.runner.input_batch.block_table
 
-    def explained() -> str:
+    def explained() -> list[str]:
+        """What is said of each finding."""
+        capsys.readouterr()
         assert explain.main([str(path)]) == 0
-        return capsys.readouterr().out
+        said = re.sub(r"\b([abcd])-\w{8}\b", r"\1", capsys.readouterr().out)
+        head, *cases = said.split("\n\n")
+        about = f"vLLM {vllm.__version__}", "mode cow, audit log", "KV connector none"
+        assert all(part in head for part in about)
+        return cases
 
-    expected: list[Any] = []
+    flips: list[Any] = []
     requests = [Request("a", prompt(3, 80), 60), Request("b", prompt(3, 80), 20, at=6)]
-    with engine.before_step(12, lambda: expected.append(flip(engine))):
+    with engine.before_step(12, lambda: flips.append(flip(engine))):
         engine.run(requests)
-    assert not path.exists() or print(explained())
-    assert tables
-    print(expected)
-    assert 0
+    (case,) = explained()
+    ((_, layer, slot, owner),) = flips
+    assert owner == "a"
+    arrival = 7  # `at` counts from 0
+    for part in (
+        "1. changed in step 12: ",
+        f"block {slot // BLOCK_SIZE} (KV-cache group 0), slot {slot}, position 1; ",
+        f"layer {layer} (1 in all)",
+        "a reads it, and itself wrote it last, in step 1.",
+        "a was given it in step 1, as block 0 of its table; still has it.",
+        f"b found it in the cache in step {arrival}, as block 0 of its table; still",
+        f"Since the last write: in step {arrival} b found this block in the cache, or",
+        "Conclusion: no load, copy or zeroing of this block is recorded: ",
+    ):
+        assert part in case
+
+    owned: list[int] = []
+
+    def swap() -> None:
+        rows = engine.runner.input_batch.req_ids
+        assert [request_name(name) for name in rows] == ["c", "d"]
+        owned.append(int(tables[0].block_table.np[1, 0]))
+        tables.swap_row(0, 1)
+
+    others = [Request("c", prompt(5, 80), 60), Request("d", prompt(6, 70), 60)]
+    with engine.before_step(9, swap), engine.before_step(10, swap):
+        engine.run(others)
+    last = json.loads(path.read_text())["report"]["findings"]
+    step = next(one["step"] for one in last if one["kind"] == "wrong_prefix")
+    where = f"block {owned[0]} (KV-cache group 0), "
+    (case,) = [case for case in explained() if where in case]
+    for part in (
+        f"wrong_prefix in step {step}: ",
+        "c reads it, and d wrote it last",
+        f"d had this block in step {step}, and c did not: the block table or the slots "
+        "of c are wrong.",
+    ):
+        assert part in case

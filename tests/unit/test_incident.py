@@ -244,16 +244,15 @@ def test_what_lies_between_a_write_and_a_finding_is_named(tmp_path, capsys):
     said = world.explained(capsys)
     assert "1. changed in step 6: bytes are no longer those that were committed" in said
     assert "Who: b reads it, and a wrote it last, in step 3." in said
-    assert "History: a was given it in step 2 as its block 1, to step 4 (finish" in said
-    assert (
-        "History: b found it in step 5 as its block 1, to step 6 (preem" in said
-    )
-    between = re.findall(r"Since the last write, step (\d): (.*)\.", said)
-    assert between == [
-        ("4", "a gave it back: finished or aborted"),
-        ("5", "b found this block in the cache, or it was loaded"),
-        ("5", "a KV connector filled it"),
-        ("6", "b gave it back: preempted"),
+    place = "as block 1 of its table"
+    assert f"History: a was given it in step 2, {place}; to step 4 (finished" in said
+    assert f"b found it in the cache in step 5, {place}; to step 6 (preempted)." in said
+    (between,) = re.findall(r"Since the last write: (.*)\.", said)
+    assert between.split("; ") == [
+        "in step 4 a gave it back: finished or aborted",
+        "in step 5 b found this block in the cache, or it was loaded",
+        "in step 5 a KV connector filled it",
+        "in step 6 b gave it back: preempted",
     ]
     assert "Conclusion" not in said
 
@@ -263,19 +262,40 @@ def test_a_request_that_was_never_given_the_block_is_named(tmp_path, capsys):
     world.recorder.found()
     assert (
         "Conclusion: by the scheduler's output b had this block in step 8, and c did "
-        "not. The block table or the slots of c are wrong." in world.explained(capsys)
+        "not: the block table or the slots of c are wrong." in world.explained(capsys)
     )
 
 
 def test_nothing_in_between_is_said_too(tmp_path, capsys):
-    world = story(tmp_path, finding(writer=("a", 3), step=3), finding(step=8))
-    world.findings.append(finding(block=99, writer=(None, 0), owner=None, step=8))
+    """A load that came before the last write is no cause."""
+    world = story(tmp_path, finding(owner="b", writer=("b", 6), step=6))
+    world.findings += [finding(step=8), finding(block=99, owner=None, writer=(None, 0))]
+    world.step(9)
     world.recorder.found()
     said = world.explained(capsys)
-    assert "Since the last write: nothing that the scheduler ordered" in said
-    assert "1 more findings of this class in this block" in said
-    assert "History: no request had it in the steps of this file." in said
-    assert "step 7: weights changed: epoch 0 to 1" in said
+    first, other = said.split("\n\n")[1:]
+    assert "b reads it, and itself wrote it last, in step 6." in first
+    assert "1 more findings of this class in this block" in first
+    assert "Conclusion: no load, copy or zeroing of this block is recorded: " in first
+    assert "History: no request had it in the steps of this file." in other
+    assert "in step 7 weights changed: epoch 0 to 1" in other
+    assert "Usual causes" in first
+    assert "Usual causes" not in other
+
+
+def test_what_the_file_does_not_reach_is_said(tmp_path, capsys):
+    world = World(tmp_path, finding(owner="a", writer=("a", 1), step=NUM_STEPS + 9))
+    world.step(1, [("a", [7], 0)])
+    for number in range(2, NUM_STEPS + 10):
+        world.step(number, (), [("a", None, number, False)])
+    world.recorder.found()
+    said = world.explained(capsys)
+    assert (
+        "itself wrote it last, in step 1, before those in this file (from 10)" in said
+    )
+    assert "a was given it in step 1, as block 0 of its table; still has it." in said
+    known = "(loads, copies and weights are known from step 10 on): no other request"
+    assert f"Since the last write {known}" in said
 
 
 def test_causes_are_those_of_the_docs():

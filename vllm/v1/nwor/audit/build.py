@@ -246,7 +246,7 @@ def _about(audit: Audit, caches: RunnerCaches, of_states: list[str]) -> dict[str
     """Versions and audited groups, for the file."""
     versions = {"nwor": __version__, "vllm": caches.vllm_version}
     groups = {str(of.shape.group_id): f"{len(of.layers)} layers" for of in audit.groups}
-    about = {**versions, "torch": torch.__version__, "groups": groups}
+    about = {**versions, "torch": str(torch.__version__), "groups": groups}
     return about | ({"states": of_states} if of_states else {})
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from html import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -81,10 +80,17 @@ class Span(NamedTuple):
         return self.first <= step and (self.last is None or step <= self.last)
 
     def text(self) -> str:
-        how = "found it" if self.is_found else "was given it"
+        how = "found it in the cache" if self.is_found else "was given it"
         end = "still has it" if self.last is None else f"to step {self.last}"
         why = self.why and f" ({self.why})"
-        return f"{how} in step {self.first} as its block {self.place}, {end}{why}"
+        where = f"in step {self.first}, as block {self.place} of its table"
+        return f"{how} {where}; {end}{why}"
+
+
+# In the place of a request.
+NOBODY = "the block"
+# Marks of what changes the bytes of a block.
+WRITES = {"load", "copied", "weights"}
 
 
 class Event(NamedTuple):
@@ -94,7 +100,7 @@ class Event(NamedTuple):
     step: int
     mark: str
     text: str
-    request: str = ""
+    request: str = NOBODY
 
 
 class History:
@@ -164,30 +170,28 @@ class History:
 
 
 class Case(NamedTuple):
-    """The first finding of a class in a block, and how many more there are."""
+    """The first finding of a class in a block, and how many more there are. causes:
+    only of the first one of its class."""
 
     finding: Finding
     num_more: int
     history: History
+    causes: str
 
     def title(self) -> str:
         one = self.finding
         return f"{one.kind} in step {one.step}: {FINDINGS.get(one.kind, 'unknown')}"
 
     def lines(self) -> list[str]:
-        return [
-            self._place(),
-            *self._who(),
-            *self._table(),
-            *self._between(),
-            f"Usual causes: {CAUSES.get(self.finding.kind, 'see docs/audit.md')}.",
-        ]
+        found = [self._place(), *self._who(), *self._spans(), *self._between()]
+        found += [f"Conclusion: {text}." for text in (self._conclusion(),) if text]
+        return found + ([f"Usual causes: {self.causes}."] if self.causes else [])
 
     def _place(self) -> str:
         one = self.finding
         what = f"slot {one.slot}" if one.slot is not None else f"column {one.column}"
         where = f"block {one.block} (KV-cache group {one.group}), {what}"
-        layer = f"layer {one.layer}, {one.num_layers} in all" if one.layer else ""
+        layer = f"layer {one.layer} ({one.num_layers} in all)" if one.layer else ""
         more = f"{self.num_more} more findings of this class in this block"
         return "; ".join(
             part
@@ -219,41 +223,59 @@ class Case(NamedTuple):
             found.append(f"Weights: it was computed by {of['written']}, not of now.")
         return found
 
-    def _table(self) -> list[str]:
-        """Whether the request that uses the block has it by the scheduler's output."""
-        one, history = self.finding, self.history
-        user = one.writer.request if one.kind == "foreign_write" else one.owner
-        found = [f"History: {span.request} {span.text()}." for span in history.spans]
-        if not found:
-            found = ["History: no request had it in the steps of this file."]
-        holders = history.holders(one.step)
-        if user and user not in holders and history.last:
-            others = " and ".join(holders) or "nobody"
-            found.append(
-                f"Conclusion: by the scheduler's output {others} had this block in "
-                f"step {one.step}, and {user} did not. The block table or the slots of "
-                f"{user} are wrong."
-            )
-        return found
+    @property
+    def user(self) -> str | None:
+        """The request that reads the block, or was about to write to it."""
+        one = self.finding
+        return one.writer.request if one.kind == "foreign_write" else one.owner
+
+    def _spans(self) -> list[str]:
+        spans = self.history.spans
+        found = [f"History: {span.request} {span.text()}." for span in spans]
+        return found or ["History: no request had it in the steps of this file."]
 
     def between(self) -> list[Event]:
-        """Events since the last write, up to the finding."""
-        one = self.finding
-        first = one.writer.step or self.history.first
-        return [e for e in self.history.events if first <= e.step <= one.step]
+        """What happened from the last write to the finding."""
+        one, events = self.finding, self.history.events
+        writes = [
+            event
+            for event in events
+            if (event.step, event.request) == (one.writer.step, one.writer.request)
+        ]
+        return [
+            event
+            for event in events
+            if one.writer.step <= event.step <= one.step and event not in writes
+        ]
 
     def _between(self) -> list[str]:
-        one, since = self.finding, "the last write"
-        if not one.writer.step or one.writer.step < self.history.first:
-            since = f"step {self.history.first}"
-        events = self.between()
-        if not events:
-            return [
-                f"Since {since}: nothing that the scheduler ordered concerns this "
-                "block: no other request, prefix hit, preemption, load, copy or change "
-                "of weights."
-            ]
-        return [f"Since {since}, step {e.step}: {e.text}." for e in events]
+        events = [f"in step {event.step} {event.text}" for event in self.between()]
+        text = "; ".join(events) or (
+            "no other request, prefix hit, preemption, load, copy or change of weights"
+        )
+        first = self.history.first
+        is_cut = self.finding.writer.step < first
+        known = f" (loads, copies and weights are known from step {first} on)"
+        about = known if is_cut else ""
+        return [f"Since the last write{about}: {text}."]
+
+    def _conclusion(self) -> str:
+        """What follows, or nothing."""
+        one, holders = self.finding, self.history.holders(self.finding.step)
+        if self.user and self.user not in holders:
+            others = " and ".join(holders) or "nobody"
+            return (
+                f"by the scheduler's output {others} had this block in step {one.step},"
+                f" and {self.user} did not: the block table or the slots of {self.user}"
+                " are wrong"
+            )
+        marks = {event.mark for event in self.between()}
+        if one.kind in ("changed", "changed_state") and not marks & WRITES:
+            return (
+                "no load, copy or zeroing of this block is recorded: nothing that the "
+                "scheduler ordered has changed it"
+            )
+        return ""
 
 
 def cases(incident: Incident, report: Report) -> list[Case]:
@@ -261,10 +283,11 @@ def cases(incident: Incident, report: Report) -> list[Case]:
     for finding in report.findings:
         key = finding.kind, finding.group, finding.block
         found.setdefault(key, []).append(finding)
-    return [
-        Case(of[0], len(of) - 1, History(incident, of[0].block))
-        for of in found.values()
-    ]
+    cases, causes = [], dict(CAUSES)
+    for (kind, _, block), of in found.items():
+        history = History(incident, block)
+        cases.append(Case(of[0], len(of) - 1, history, causes.pop(kind, "")))
+    return cases
 
 
 def head(path: Path, incident: Incident, report: Report) -> list[str]:
@@ -277,108 +300,9 @@ def head(path: Path, incident: Incident, report: Report) -> list[str]:
         f"vLLM {report.vllm}, vllm-nwor {report.nwor}, torch {report.torch}; mode "
         f"{engine.mode}, audit {report.audit}; model {engine.model}; KV connector "
         f"{connector}",
-        f"It has {span}; the audit has looked at {report.steps} in all.",
+        f"It has {span}; the audit has looked at {report.steps} in all. The first "
+        "finding is the one to look at; later ones often follow from it.",
     ]
-
-
-# -- the drawing -----------------------------------------------------------------------
-
-MARKS = {
-    "write": ("●", "#1b6e3c", "last write before the finding"),
-    "found": ("▼", "#1f5fbf", "found in the cache"),
-    "load": ("◆", "#8a3fbf", "filled by a KV connector"),
-    "store": ("◇", "#8a3fbf", "read by a KV connector"),
-    "copied": ("■", "#7a5c00", "copied to, or zeroed"),
-    "weights": ("▲", "#b35900", "weights changed, or the cache was dropped"),
-    "finding": ("✖", "#c00020", "finding"),
-}
-COLORS = ("#8ecae6", "#ffd166", "#a7d8a0", "#e5b3fe", "#f4a6a0", "#c9c9c9")
-LEFT, WIDTH, ROW, TOP = 190, 760, 30, 26
-
-
-def drawing(case: Case) -> str:
-    """An SVG: steps to the right, a row for each request that had the block."""
-    one, history = case.finding, case.history
-    names = list(dict.fromkeys(span.request for span in history.spans))
-    user = one.writer.request if one.kind == "foreign_write" else one.owner
-    for name in (one.writer.request, user):
-        if name and name not in names:
-            names.append(name)
-    names.append("")  # of no request
-    first, last = history.first, max(history.last, one.step)
-    unit = WIDTH / (last - first + 1)
-
-    def x(step: float) -> float:
-        return LEFT + (min(max(step, first), last + 1) - first) * unit
-
-    parts = []
-    for row, name in enumerate(names):
-        y = TOP + row * ROW
-        label = name if len(name) <= 26 else f"{name[:25]}…"
-        parts.append(
-            f'<text x="{LEFT - 8}" y="{y + 19}" text-anchor="end">{escape(label)}'
-            f"<title>{escape(name)}</title></text>"
-        )
-    for span in history.spans:
-        row, end = names.index(span.request), last if span.last is None else span.last
-        if end < first:
-            continue
-        parts.append(
-            f'<rect x="{x(span.first):.1f}" y="{TOP + row * ROW + 3}" '
-            f'width="{x(end + 1) - x(span.first):.1f}" height="{ROW - 6}" rx="3" '
-            f'fill="{COLORS[row % len(COLORS)]}"><title>'
-            f"{escape(f'{span.request} {span.text()}')}</title></rect>"
-        )
-    marks = list(history.events)
-    if one.writer.step and one.kind != "foreign_write":
-        writer = one.writer.request or ""
-        marks.append(Event(one.writer.step, "write", f"{writer} wrote it", writer))
-    marks.append(Event(one.step, "finding", case.title(), user or ""))
-    for step, mark, text, name in marks:
-        if mark and first <= step <= last:
-            sign, color, _ = MARKS[mark]
-            parts.append(
-                f'<text x="{x(step) + unit / 2:.1f}" '
-                f'y="{TOP + names.index(name) * ROW + 20}" text-anchor="middle" '
-                f'fill="{color}" class="mark">{sign}<title>step {step}: '
-                f"{escape(text)}</title></text>"
-            )
-    for step in range(first, last + 1, max((last - first + 1) // 12, 1)):
-        parts.append(
-            f'<text x="{x(step) + unit / 2:.1f}" y="16" text-anchor="middle" '
-            f'class="tick">{step}</text>'
-        )
-    height = TOP + ROW * len(names)
-    return (
-        f'<svg viewBox="0 0 {LEFT + WIDTH + 10} {height}" role="img">'
-        f"{''.join(parts)}</svg>"
-    )
-
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2em auto; }
-h2 { font-size: 1.1em; margin: 2em 0 .5em; }
-svg { width: 100%; font-size: 13px; background: #fafafa; border: 1px solid #ddd; }
-.mark { font-size: 17px; } .tick { font-size: 11px; fill: #555; }
-li { overflow-wrap: anywhere; }
-"""
-
-
-def page(lines: Sequence[str], found: Sequence[Case]) -> str:
-    """The words and the drawings, on a page that loads nothing."""
-    legend = " &nbsp; ".join(
-        f'<span style="color: {color}">{sign}</span> {text}'
-        for sign, color, text in MARKS.values()
-    )
-    parts = [f"<p>{escape(line)}</p>" for line in lines]
-    for case in found:
-        texts = "".join(f"<li>{escape(line)}</li>" for line in case.lines())
-        parts += [f"<h2>{escape(case.title())}</h2>", drawing(case)]
-        parts += [f"<p>{legend}</p>", f"<ul>{texts}</ul>"]
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8">'
-        f"<title>KV audit: incident</title><style>{STYLE}</style>{''.join(parts)}"
-    )
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -402,6 +326,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"\n{number}. {case.title()}")
         print("\n".join(f"   {line}" for line in case.lines()))
     if args.html:
+        from .incident_page import page
+
         try:
             write_whole(args.html, page(lines, found).encode())
         except OSError as error:

@@ -331,8 +331,7 @@ class Recorder:
                 steps=steps,
                 tables=tables,
             )
-            # Arrays become lists.
-            write_whole(self.path, msgspec.json.encode(incident, enc_hook=list))
+            write_whole(self.path, msgspec.json.encode(incident, enc_hook=array.tolist))
 
 
 def read(path: Path) -> tuple[Incident, Report]:
