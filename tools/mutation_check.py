@@ -51,6 +51,7 @@ from benchmarks.files import write_json, write_whole  # noqa: E402
 TESTS = (
     "tests/unit/test_draft_manager.py",
     "tests/unit/test_audit.py",
+    "tests/unit/test_incident.py",
     "tests/unit/test_adapters.py",
     "tests/unit/test_weights.py",
     "tests/unit/test_kv_versions.py",

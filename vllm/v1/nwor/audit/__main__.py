@@ -2,10 +2,9 @@
 """`python -m vllm_nwor.audit --selftest [--states]`: does the KV audit find planted
 faults?
 
-`python -m vllm_nwor.audit explain FILE`: what does an incident file say?
-
 Exit status: 0 all found, 1 some missed or an error, 2 wrong arguments.
-VLLM_LOGGING_LEVEL=DEBUG shows vLLM's log and tracebacks.
+VLLM_LOGGING_LEVEL=DEBUG shows vLLM's log and tracebacks. `explain FILE` is another
+command: explain.py.
 """
 
 from __future__ import annotations
@@ -40,14 +39,8 @@ def show_findings() -> None:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["explain"]:
-        from .explain import main as explain
-
-        return explain(sys.argv[2:])
     parser = argparse.ArgumentParser(
-        prog="python -m vllm_nwor.audit",
-        description="The KV audit.",
-        epilog="explain FILE: what an incident file says (explain --help)",
+        prog="python -m vllm_nwor.audit", description="The KV audit."
     )
     text = "plant faults in a real engine on the CPU, and look for the findings"
     parser.add_argument("--selftest", action="store_true", required=True, help=text)
@@ -76,4 +69,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["explain"]:
+        from .explain import main as explain
+
+        sys.exit(explain(sys.argv[2:]))
     sys.exit(main())
