@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers.logs import nwor_log
-from vllm_nwor.audit import explain, incident
+from vllm_nwor.audit import cases, explain, incident
 from vllm_nwor.audit.findings import CLASSES, Finding, Writer
 from vllm_nwor.audit.incident import NUM_STEPS, Engine, Recorder
 from vllm_nwor.hooks.scheduled import ScheduledStep
@@ -308,7 +308,7 @@ def test_causes_are_those_of_the_docs():
         for names, cause in rows
         for name in re.findall(r"`(\w+)`", names)
     }
-    assert documented == explain.CAUSES
+    assert documented == cases.CAUSES
     assert set(documented) == set(CLASSES)
 
 

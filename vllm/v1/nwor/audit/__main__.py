@@ -3,8 +3,7 @@
 faults?
 
 Exit status: 0 all found, 1 some missed or an error, 2 wrong arguments.
-VLLM_LOGGING_LEVEL=DEBUG shows vLLM's log and tracebacks. `explain FILE` is another
-command: explain.py.
+VLLM_LOGGING_LEVEL=DEBUG shows vLLM's log and tracebacks.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An explained incident as an HTML page that loads nothing: the words of explain.py,
-and for each of its cases a drawing of the block's history."""
+"""An explained incident as an HTML page that loads nothing: the words of its cases
+(cases.py), and for each a drawing of the block's history."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
 
-from .explain import NOBODY, Case, Event, Span
+from .cases import NOBODY, Case, Event, Span
 
 # Sign, color, meaning.
 MARKS = {
