@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,7 +32,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from tests.helpers.engine import BLOCK_SIZE, Engine, Request
 from tests.helpers.environment import model_path
 from tests.helpers.lora import lora
-from tests.helpers.runner_probe import request_name
+from tests.helpers.runner_probe import Observer, request_name
 from tests.helpers.sessions import Session, draft_rightly, play
 from tests.helpers.worker_probe import OracleExtension
 from tests.integration.test_byte_oracle import (
@@ -487,16 +488,60 @@ def test_mode_raise_ends_the_step_and_the_file_is_complete(tmp_path: Path) -> No
     assert [p.name for p in tmp_path.iterdir()] == ["findings.json"]
 
 
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Path]:
+    """An engine with few blocks, and where it writes incident files."""
+    path = tmp_path_factory.mktemp("incident") / "incident.json"
+    settings = EVERYTHING | {"AUDIT_INCIDENT": str(path)}
+    return Engine("cow", settings, **FEW_BLOCKS), path
+
+
+def test_an_incident_file_has_the_block_tables_of_the_runner(
+    recorded: tuple[Engine, Path],
+) -> None:
+    """In each step, with preemptions, prefix hits, aborts and names used again."""
+    engine, path = recorded
+    recorder = engine.audit.audit.recorder
+    ends = Counter[str]()
+    num_compared = 0
+
+    class Tables(Observer):
+        def committed(self, step: Any) -> None:
+            nonlocal num_compared
+            batch, record = engine.runner.input_batch, recorder._steps[-1]
+            ends.update(table.why for table in record.ended)
+            table = batch.block_table[0].block_table.np
+            seats = {name: row for row, name in enumerate(batch.req_ids)}
+            assert list(record.seats) == list(seats)
+            assert record.tokens.keys() == seats.keys()
+            for name, row in seats.items():
+                of = recorder._tables[name]
+                (blocks,), (steps,) = of.blocks, of.steps
+                assert table[row, : len(blocks)].tolist() == blocks.tolist()
+                assert len(blocks) == batch.block_table[0].num_blocks_per_row[row]
+                assert steps.tolist() == sorted(steps)
+                num_compared += len(blocks)
+
+    result = engine.run(REQUESTS, [Tables()])
+    engine.run([Request("short", prompt(12, 40), 30)], [Tables()])
+    assert result.num_preemptions == ends["preempted"] > 0
+    assert ends["finished or aborted"] > len(REQUESTS) // 2
+    assert num_compared > 1000
+    assert recorder.is_on
+    assert not path.exists()
+
+
 def test_an_incident_file_names_what_was_planted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    recorded: tuple[Engine, Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A bit of a block that two requests share, then two requests' tables swapped: the
     file tells which requests had the blocks, and which one never did."""
     monkeypatch.setattr(incident, "INTERVAL_SECONDS", 0)
-    path = tmp_path / "incident.json"
-    settings = EVERYTHING | {"AUDIT_INCIDENT": str(path)}
-    engine = Engine("cow", settings, enable_prefix_caching=True)
-    tables = engine.runner.input_batch.block_table
+    engine, path = recorded
+    engine.llm.reset_prefix_cache()
+    tables, before = engine.runner.input_batch.block_table, engine.audit.audit.step
 
     def explained() -> list[str]:
         """What is said of each finding."""
@@ -515,13 +560,13 @@ def test_an_incident_file_names_what_was_planted(
     (case,) = explained()
     ((_, layer, slot, owner),) = flips
     assert owner == "a"
-    arrival = 7  # `at` counts from 0
+    first, arrival = before + 1, before + 7
     for part in (
-        "1. changed in step 12: ",
+        f"1. changed in step {before + 12}: ",
         f"block {slot // BLOCK_SIZE} (KV-cache group 0), slot {slot}, position 1; ",
         f"layer {layer} (1 in all)",
-        "a reads it, and itself wrote it last, in step 1.",
-        "a was given it in step 1, as block 0 of its table; still has it.",
+        f"a reads it, and itself wrote it last, in step {first}.",
+        f"a was given it in step {first}, as block 0 of its table; still has it.",
         f"b found it in the cache in step {arrival}, as block 0 of its table; still",
         f"Since the last write: in step {arrival} b found this block in the cache, or",
         "Conclusion: no load, copy or zeroing of this block is recorded: ",
