@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -254,7 +254,19 @@ def test_what_lies_between_a_write_and_a_finding_is_named(tmp_path, capsys):
         "in step 5 a KV connector filled it",
         "in step 6 b gave it back: preempted",
     ]
-    assert "Conclusion" not in said
+    assert "Conclusion: look first at step 5: a KV connector filled it." in said
+
+
+def test_weights_of_both_sides_are_named(tmp_path, capsys):
+    about = {"epoch": 0, "label": "", "adapter": {"name": "acme", "content": "a6c1"}}
+    weights = {"written": about, "present": about | {"epoch": 1, "label": "step-2"}}
+    one = replace(finding("stale_weights", 4, "b", ("a", 2), 8), weights=weights)
+    world = story(tmp_path, one)
+    world.recorder.found()
+    said = world.explained(capsys)
+    texts = "epoch 0, adapter acme (a6c1)", "epoch 1 (step-2), adapter acme (a6c1)"
+    assert f"Weights: it has {texts[0]}, and the request {texts[1]}." in said
+    assert "Conclusion: look first at step 7: weights changed: epoch 0 to 1." in said
 
 
 def test_a_request_that_was_never_given_the_block_is_named(tmp_path, capsys):

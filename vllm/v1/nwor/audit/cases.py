@@ -8,11 +8,11 @@ is not known.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..metrics import FINDINGS
+from ..metrics import FINDINGS, STALE
 from .findings import Finding
 from .incident import Incident, Report
 
@@ -167,6 +167,13 @@ class History:
         return list(dict.fromkeys(s.request for s in self.spans if s.covers(step)))
 
 
+def weights_text(about: Mapping[str, Any]) -> str:
+    """about: of Finding.weights."""
+    label, adapter = about["label"], about["adapter"]
+    of_adapter = adapter and f", adapter {adapter['name']} ({adapter['content']})"
+    return f"epoch {about['epoch']}{label and f' ({label})'}{of_adapter or ''}"
+
+
 class Case(NamedTuple):
     """The first finding of a class in a block, and how many more there are. causes:
     only of the first one of its class."""
@@ -217,8 +224,10 @@ class Case(NamedTuple):
             text = f"{owner} reads it, and {who} wrote it last, in {when}"
         found = [f"Who: {text}."]
         if weights := one.weights:
-            of = {key: f"epoch {about['epoch']}" for key, about in weights.items()}
-            found.append(f"Weights: it was computed by {of['written']}, not of now.")
+            written, present = map(
+                weights_text, (weights["written"], weights["present"])
+            )
+            found.append(f"Weights: it has {written}, and the request {present}.")
         return found
 
     @property
@@ -267,8 +276,12 @@ class Case(NamedTuple):
                 f" and {self.user} did not: the block table or the slots of {self.user}"
                 " are wrong"
             )
-        marks = {event.mark for event in self.between()}
-        if one.kind in ("changed", "changed_state") and not marks & WRITES:
+        writes = [event for event in self.between() if event.mark in WRITES]
+        if one.kind == STALE:
+            writes = [event for event in writes if event.mark == "weights"]
+        if writes:
+            return f"look first at step {writes[-1].step}: {writes[-1].text}"
+        if one.kind in ("changed", "changed_state"):
             return (
                 "no load, copy or zeroing of this block is recorded: nothing that the "
                 "scheduler ordered has changed it"

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 
@@ -25,7 +26,7 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2em auto; }
 h2 { font-size: 1.1em; margin: 2em 0 .5em; }
 svg { width: 100%; font-size: 13px; background: #fafafa; border: 1px solid #ddd; }
-.mark { font-size: 17px; } .tick { font-size: 11px; fill: #555; }
+.mark { font-size: 15px; } .tick { font-size: 11px; fill: #555; }
 li { overflow-wrap: anywhere; }
 """
 
@@ -77,11 +78,14 @@ def drawing(case: Case, colors: dict[str, str]) -> str:
         if span.first < first:
             text = f"◂ {span.first}"
             parts.append(_text(LEFT + 3, y + 19, text, 'class="tick"'))
+    num_drawn = Counter[tuple[str, int]]()
     for step, mark, text, name in marks:
         sign, color, _ = MARKS[mark]
         about = f'class="mark" fill="{color}" {middle}'
-        place = x(step) + unit / 2, rows[name] + 21
-        parts.append(_text(*place, sign, about, f"step {step}: {text}"))
+        # Those of one place stand one above the other.
+        num_drawn[name, step] += 1
+        y = rows[name] + 33 - 12 * num_drawn[name, step]
+        parts.append(_text(x(step) + unit / 2, y, sign, about, f"step {step}: {text}"))
     height = TOP + ROW * len(rows) + 4
     return (
         f'<svg viewBox="0 0 {LEFT + WIDTH + 10} {height}" role="img">'
