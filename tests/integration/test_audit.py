@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -464,6 +464,7 @@ def test_a_load_that_fails_within_its_step_is_no_finding(
 def test_mode_raise_ends_the_step_and_the_file_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "findings.json"
     settings = EVERYTHING | {"AUDIT": "raise", "AUDIT_FILE": str(path)}
+    settings["AUDIT_INCIDENT"] = str(tmp_path / "incident.json")
     engine = Engine("cow", settings)
     content = json.loads(path.read_text())
     about = content["audit"], content["vllm"], content["groups"]
@@ -485,7 +486,13 @@ def test_mode_raise_ends_the_step_and_the_file_is_complete(tmp_path: Path) -> No
     (finding,) = written["findings"]
     ((*where, _),) = expected
     assert [finding["kind"], finding["layer"], finding["slot"]] == where
-    assert [p.name for p in tmp_path.iterdir()] == ["findings.json"]
+    names = ["findings.json", "incident.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+    recorded, report = incident.read(tmp_path / "incident.json")
+    assert ([finding], written["steps"]) == (
+        [asdict(one) for one in report.findings],
+        recorded.steps[-1].step,
+    )
 
 
 @pytest.fixture(scope="module")
