@@ -52,6 +52,7 @@ TESTS = (
     "tests/unit/test_draft_manager.py",
     "tests/unit/test_audit.py",
     "tests/unit/test_loads.py",
+    "tests/unit/test_incident.py",
     "tests/unit/test_adapters.py",
     "tests/unit/test_weights.py",
     "tests/unit/test_kv_versions.py",
@@ -69,7 +70,8 @@ TESTS = (
 )
 SELFTEST = ("-m vllm_nwor.audit --selftest",)
 CUDA_TESTS = ("tests/kernels/test_validation.py", "tests/kernels/test_transaction.py")
-CUDA_TESTS += ("-k", "cuda and (seat or stage)")
+CUDA_TESTS += ("tests/kernels/test_states.py",)
+CUDA_TESTS += ("-k", "cuda and (seat or stage or number_kept)")
 TIMEOUT_SECONDS = 900
 
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +32,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from tests.helpers.engine import BLOCK_SIZE, Engine, Request
 from tests.helpers.environment import model_path
 from tests.helpers.lora import lora
-from tests.helpers.runner_probe import request_name
+from tests.helpers.runner_probe import Observer, request_name
 from tests.helpers.sessions import Session, draft_rightly, play
 from tests.helpers.worker_probe import OracleExtension
 from tests.integration.test_byte_oracle import (
@@ -45,6 +47,7 @@ from tests.integration.test_byte_oracle import (
     watch,
 )
 from tests.integration.test_reach import IDLE, METHODS, MODELS, Idle
+from vllm_nwor.audit import explain, incident
 from vllm_nwor.audit.findings import AuditError, Finding
 
 
@@ -461,6 +464,7 @@ def test_a_load_that_fails_within_its_step_is_no_finding(
 def test_mode_raise_ends_the_step_and_the_file_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "findings.json"
     settings = EVERYTHING | {"AUDIT": "raise", "AUDIT_FILE": str(path)}
+    settings["AUDIT_INCIDENT"] = str(tmp_path / "incident.json")
     engine = Engine("cow", settings)
     content = json.loads(path.read_text())
     about = content["audit"], content["vllm"], content["groups"]
@@ -482,4 +486,119 @@ def test_mode_raise_ends_the_step_and_the_file_is_complete(tmp_path: Path) -> No
     (finding,) = written["findings"]
     ((*where, _),) = expected
     assert [finding["kind"], finding["layer"], finding["slot"]] == where
-    assert [p.name for p in tmp_path.iterdir()] == ["findings.json"]
+    names = ["findings.json", "incident.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+    recorded, report = incident.read(tmp_path / "incident.json")
+    assert ([finding], written["steps"]) == (
+        [asdict(one) for one in report.findings],
+        recorded.steps[-1].step,
+    )
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Path]:
+    """An engine with few blocks, and where it writes incident files."""
+    path = tmp_path_factory.mktemp("incident") / "incident.json"
+    settings = EVERYTHING | {"AUDIT_INCIDENT": str(path)}
+    return Engine("cow", settings, **FEW_BLOCKS), path
+
+
+def test_an_incident_file_has_the_block_tables_of_the_runner(
+    recorded: tuple[Engine, Path],
+) -> None:
+    """In each step, with preemptions, prefix hits, aborts and names used again."""
+    engine, path = recorded
+    recorder = engine.audit.audit.recorder
+    ends = Counter[str]()
+    num_compared = 0
+
+    class Tables(Observer):
+        def committed(self, step: Any) -> None:
+            nonlocal num_compared
+            batch, record = engine.runner.input_batch, recorder._steps[-1]
+            ends.update(table.why for table in record.ended)
+            table = batch.block_table[0].block_table.np
+            seats = {name: row for row, name in enumerate(batch.req_ids)}
+            assert list(record.seats) == list(seats)
+            assert record.tokens.keys() == seats.keys()
+            for name, row in seats.items():
+                of = recorder._tables[name]
+                (blocks,), (steps,) = of.blocks, of.steps
+                assert table[row, : len(blocks)].tolist() == blocks.tolist()
+                assert len(blocks) == batch.block_table[0].num_blocks_per_row[row]
+                assert steps.tolist() == sorted(steps)
+                num_compared += len(blocks)
+
+    result = engine.run(REQUESTS, [Tables()])
+    engine.run([Request("short", prompt(12, 40), 30)], [Tables()])
+    assert result.num_preemptions == ends["preempted"] > 0
+    assert ends["finished or aborted"] > len(REQUESTS) // 2
+    assert num_compared > 1000
+    assert recorder.is_on
+    assert not path.exists()
+
+
+def test_an_incident_file_names_what_was_planted(
+    recorded: tuple[Engine, Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A bit of a block that two requests share, then two requests' tables swapped: the
+    file tells which requests had the blocks, and which one never did."""
+    monkeypatch.setattr(incident, "INTERVAL_SECONDS", 0)
+    engine, path = recorded
+    engine.llm.reset_prefix_cache()
+    tables, before = engine.runner.input_batch.block_table, engine.audit.audit.step
+
+    def explained() -> list[str]:
+        """What is said of each finding."""
+        capsys.readouterr()
+        assert explain.main([str(path)]) == 0
+        said = re.sub(r"\b([abcd])-\w{8}\b", r"\1", capsys.readouterr().out)
+        head, *cases = said.split("\n\n")
+        about = f"vLLM {vllm.__version__}", "mode cow, audit log", "KV connector none"
+        assert all(part in head for part in about)
+        return cases
+
+    flips: list[Any] = []
+    requests = [Request("a", prompt(3, 80), 60), Request("b", prompt(3, 80), 20, at=6)]
+    with engine.before_step(12, lambda: flips.append(flip(engine))):
+        engine.run(requests)
+    (case,) = explained()
+    ((_, layer, slot, owner),) = flips
+    assert owner == "a"
+    first, arrival = before + 1, before + 7
+    for part in (
+        f"1. changed in step {before + 12}: ",
+        f"block {slot // BLOCK_SIZE} (KV-cache group 0), slot {slot}, position 1; ",
+        f"layer {layer} (1 in all)",
+        f"a reads it, and itself wrote it last, in step {first}.",
+        f"a was given it in step {first}, as block 0 of its table; still has it.",
+        f"b found it in the cache in step {arrival}, as block 0 of its table; still",
+        f"Since the last write: in step {arrival} b found this block in the cache, or",
+        "Conclusion: no load, copy or zeroing of this block is recorded: ",
+    ):
+        assert part in case
+
+    owned: list[int] = []
+
+    def swap() -> None:
+        rows = engine.runner.input_batch.req_ids
+        assert [request_name(name) for name in rows] == ["c", "d"]
+        owned.append(int(tables[0].block_table.np[1, 0]))
+        tables.swap_row(0, 1)
+
+    others = [Request("c", prompt(5, 80), 60), Request("d", prompt(6, 70), 60)]
+    with engine.before_step(9, swap), engine.before_step(10, swap):
+        engine.run(others)
+    last = json.loads(path.read_text())["report"]["findings"]
+    step = next(one["step"] for one in last if one["kind"] == "wrong_prefix")
+    where = f"block {owned[0]} (KV-cache group 0), "
+    (case,) = [case for case in explained() if where in case]
+    for part in (
+        f"wrong_prefix in step {step}: ",
+        "c reads it, and d wrote it last",
+        f"d had this block in step {step}, and c did not: the block table or the slots "
+        "of c are wrong.",
+    ):
+        assert part in case

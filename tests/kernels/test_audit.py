@@ -50,7 +50,13 @@ from vllm_nwor.audit.state import Audit
 from vllm_nwor.audit.states import Sizes as StateSizes
 from vllm_nwor.audit.states import States
 from vllm_nwor.audit.tables import AuditedGroup, GroupShape, num_bytes
-from vllm_nwor.config import AuditMode, NworConfig, NworConfigError, StaleMode
+from vllm_nwor.config import (
+    AUDIT_FILE,
+    AuditMode,
+    NworConfig,
+    NworConfigError,
+    StaleMode,
+)
 from vllm_nwor.hooks import caches, connectors, runner_v1, runner_v2, worker
 from vllm_nwor.hooks.runner import RunnerState, execute_model, sample_tokens
 from vllm_nwor.hooks.scheduled import ScheduledStep
@@ -2127,8 +2133,7 @@ def test_a_file_whose_write_fails_half_way_is_the_old_one(tmp_path):
 def test_a_file_that_cannot_be_written_is_refused_at_start(tmp_path):
     rank = SimpleNamespace(world_size=2, rank=1)
     there, missing = tmp_path / "a.json", tmp_path / "missing" / "a.json"
-    config = NworConfig(audit_file=str(there))
-    assert build._path_of(rank, config) == f"{there}.1"
+    assert build._path_of(rank, AUDIT_FILE, str(there)) == f"{there}.1"
     for path in (missing, tmp_path):
         said = rf"^VLLM_NWOR_AUDIT_FILE='{path}' is not allowed \(.*; allowed values: e"
         with pytest.raises(NworConfigError, match=said):

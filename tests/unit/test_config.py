@@ -34,14 +34,13 @@ def test_every_variable_is_read():
         *("MODE=stage", "EMIT_METRICS=0", "STRICT=1", "DEBUG_SYNC=1"),
         *("MAX_LOG_ROWS=64", "SHADOW_BLOCKS=12"),
         *("AUDIT=raise", "AUDIT_MIB=0", "AUDIT_FILE=found.json"),
-        "AUDIT_STALE=count",
-        "AUDIT_STORE=own",
+        *("AUDIT_STALE=count", "AUDIT_STORE=own", "AUDIT_INCIDENT=incident.json"),
     )
     config = NworConfig.from_env(dict(f"VLLM_NWOR_{one}".split("=") for one in given))
 
     steps = (Mode.STAGE, False, Strict.STARTUP, True, 64, 12)
     audit = (AuditMode.RAISE, 0, "found.json", StaleMode.COUNT, Store.OWN)
-    assert config == NworConfig(*steps, *audit)
+    assert config == NworConfig(*steps, *audit, audit_incident="incident.json")
 
 
 @pytest.mark.parametrize(
@@ -106,18 +105,21 @@ def test_poison_is_allowed_in_mode_cow_only():
         ("file/a.json", "there is no folder '{}/file'"),
     ],
 )
-def test_an_audit_file_that_cannot_be_written_is_a_bad_value(name, why, tmp_path):
+@pytest.mark.parametrize("variable", ["AUDIT_FILE", "AUDIT_INCIDENT"])
+def test_an_audit_file_that_cannot_be_written_is_a_bad_value(
+    name, why, variable, tmp_path
+):
     """If the audit is on, and only when an engine starts."""
     (tmp_path / "file").touch()
     path = f"{tmp_path}/{name}"
-    env = {"VLLM_NWOR_AUDIT": "log", "VLLM_NWOR_AUDIT_FILE": path}
-    said = f"VLLM_NWOR_AUDIT_FILE={path!r} is not allowed ({why.format(tmp_path)}); "
+    env = {"VLLM_NWOR_AUDIT": "log", (name := f"VLLM_NWOR_{variable}"): path}
+    said = f"{name}={path!r} is not allowed ({why.format(tmp_path)}); "
     with pytest.raises(NworConfigError, match=f"^{re.escape(said)}allowed values: em"):
         NworConfig.from_env(env, looks_at_files=True)
-    assert NworConfig.from_env(env).audit_file == path
+    assert path in vars(NworConfig.from_env(env)).values()
     off = env | {"VLLM_NWOR_AUDIT": "off"}
-    assert NworConfig.from_env(off, looks_at_files=True).audit_file == path
-    fine = env | {"VLLM_NWOR_AUDIT_FILE": str(tmp_path / "new.json")}
+    assert path in vars(NworConfig.from_env(off, looks_at_files=True)).values()
+    fine = env | {name: str(tmp_path / "new.json")}
     assert NworConfig.from_env(fine, looks_at_files=True)
 
 

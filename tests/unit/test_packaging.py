@@ -156,6 +156,7 @@ def test_the_metadata_is_valid_and_requires_no_build_of_vllm(wheel, sdist):
     needs = [line for line in lines if line.startswith("Requires-")]
     assert needs == [
         "Requires-Python: >=3.11",
+        "Requires-Dist: msgspec>=0.18",
         "Requires-Dist: torch>=2.11",
         "Requires-Dist: wrapt>=1.16",
     ]

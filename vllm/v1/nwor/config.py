@@ -112,6 +112,7 @@ ENV_NAMES = (
     AUDIT_FILE := "VLLM_NWOR_AUDIT_FILE",
     AUDIT_STALE := "VLLM_NWOR_AUDIT_STALE",
     AUDIT_STORE := "VLLM_NWOR_AUDIT_STORE",
+    AUDIT_INCIDENT := "VLLM_NWOR_AUDIT_INCIDENT",
 )
 SWITCH = ("0", "1")
 # MiB of cache that the audit compares in a step, unless AUDIT_MIB is set.
@@ -136,6 +137,7 @@ class NworConfig:
     audit_stale: StaleMode = StaleMode.FIND
     audit_store: Store = Store.AUTO
     on_reject: OnReject = OnReject.RESTORE
+    audit_incident: str = ""
 
     @property
     def strict(self) -> bool:
@@ -153,7 +155,7 @@ class NworConfig:
     ) -> NworConfig:
         """Reads `env` (default: this process's environment).
 
-        looks_at_files: whether to check that this process can write the audit's file.
+        looks_at_files: whether to check that this process can write the audit's files.
             False in a running engine, which must not end because of a file.
 
         Raises:
@@ -175,6 +177,7 @@ class NworConfig:
             audit_stale=StaleMode(read.choice(AUDIT_STALE, StaleMode, "find")),
             audit_store=Store(read.choice(AUDIT_STORE, Store, "auto")),
             on_reject=OnReject(read.choice(ON_REJECT, OnReject, "restore")),
+            audit_incident=read.env.get(AUDIT_INCIDENT, ""),
         )
         is_poison = config.on_reject is OnReject.POISON
         if is_poison and config.mode is not Mode.COW and MODE not in read.bad:
@@ -184,7 +187,8 @@ class NworConfig:
             )
         is_audited = config.audit is not AuditMode.OFF or AUDIT in read.bad
         if looks_at_files and is_audited:
-            read.bad[AUDIT_FILE] = audit_file_problem(config.audit_file)
+            for name in (AUDIT_FILE, AUDIT_INCIDENT):
+                read.bad[name] = audit_file_problem(name, read.env.get(name, ""))
         if problems := [problem for problem in read.bad.values() if problem]:
             raise NworConfigError(*problems)
         return config
@@ -218,8 +222,8 @@ class _Reader:
         return None
 
 
-def audit_file_problem(value: str) -> str:
-    """Why this process cannot write VLLM_NWOR_AUDIT_FILE=`value`, a sentence; empty if
+def audit_file_problem(name: str, value: str) -> str:
+    """Why this process cannot write to the variable's file, a sentence; empty if
     it can, or if `value` is empty. The file is replaced as a whole, so the folder must
     be writable."""
     path = Path(value)
@@ -234,7 +238,7 @@ def audit_file_problem(value: str) -> str:
     else:
         return ""
     allowed = "empty or a path in a folder that exists and that this process can write"
-    return _not_allowed(AUDIT_FILE, value, f"{allowed} to", f" ({why})")
+    return _not_allowed(name, value, f"{allowed} to", f" ({why})")
 
 
 def _not_allowed(name: str, value: str, allowed: str, why: str = "") -> str:

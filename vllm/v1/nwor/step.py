@@ -40,7 +40,7 @@ of `logits_indices`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -247,6 +247,12 @@ class Scheduled(Protocol):
 
     def has_drafts(self) -> bool:
         """Whether a request has drafts."""
+
+    def num_tokens(self) -> Mapping[str, int]:
+        """Tokens of each request in this step, drafts included."""
+
+    def num_drafts(self) -> Mapping[str, int]:
+        """Drafts of each request that has some."""
 
     def has_drafts_of_new(self) -> bool:
         """Whether a request has drafts that is new or resumed in this step."""

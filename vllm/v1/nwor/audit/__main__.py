@@ -133,4 +133,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["explain"]:
+        from .explain import main as explain
+
+        sys.exit(explain(sys.argv[2:]))
     sys.exit(main())

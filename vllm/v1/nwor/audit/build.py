@@ -12,6 +12,8 @@ import torch
 from .. import __version__, ops
 from ..base.errors import GroupRefused, NworError, error_text
 from ..config import (
+    AUDIT_FILE,
+    AUDIT_INCIDENT,
     AuditMode,
     NworConfig,
     NworConfigError,
@@ -28,6 +30,7 @@ from ..layout.caches import (
 )
 from ..layout.states import StatesRefused, ring_shortage
 from ..layout.tables import DeviceMemory, LayerCache
+from .incident import Engine, Recorder
 from .observer import NAME, RunnerAudit
 from .state import Audit
 from .states import Sizes as StateSizes
@@ -94,9 +97,10 @@ def build(
 
     Raises:
         NworError: it is refused, under VLLM_NWOR_STRICT.
-        NworConfigError: its file cannot be written.
+        NworConfigError: a file of it cannot be written.
     """
-    path = _path_of(caches, config)
+    path = _path_of(caches, AUDIT_FILE, config.audit_file)
+    incident = _path_of(caches, AUDIT_INCIDENT, config.audit_incident)
     try:
         found = _build(caches, config, storage)
     except Exception as error:
@@ -106,7 +110,13 @@ def build(
         return None
     audit, used, of_states = found
     about = _about(audit, caches, of_states)
-    return RunnerAudit(audit, config, caches, path, about, used)
+    observer = RunnerAudit(audit, config, caches, path, about, used)
+    if incident:
+        of_engine = Engine(config.mode.value, caches.model, caches.connector)
+        sizes = [group.block_size for group in caches.groups]
+        about_file = incident, of_engine, sizes, observer.findings.content
+        audit.recorder = Recorder(*about_file)
+    return observer
 
 
 def refused(num_groups: int, config: NworConfig, reason: str, is_logged: bool) -> None:
@@ -269,18 +279,18 @@ def _about(audit: Audit, caches: RunnerCaches, of_states: list[str]) -> dict[str
     """Versions and audited groups, for the file."""
     versions = {"nwor": __version__, "vllm": caches.vllm_version}
     groups = {str(of.shape.group_id): f"{len(of.layers)} layers" for of in audit.groups}
-    about = {**versions, "torch": torch.__version__, "groups": groups}
+    about = {**versions, "torch": str(torch.__version__), "groups": groups}
     return about | ({"states": of_states} if of_states else {})
 
 
-def _path_of(caches: RunnerCaches, config: NworConfig) -> str:
-    """Of the JSON file, one for each rank; empty for none. Raises NworConfigError if
-    this process cannot write there."""
-    if problem := audit_file_problem(config.audit_file):
+def _path_of(caches: RunnerCaches, name: str, path: str) -> str:
+    """Of a variable's JSON file, one for each rank; empty for none. Raises
+    NworConfigError if this process cannot write there."""
+    if problem := audit_file_problem(name, path):
         raise NworConfigError(problem)
-    if config.audit_file and caches.world_size > 1:
-        return f"{config.audit_file}.{caches.rank}"
-    return config.audit_file
+    if path and caches.world_size > 1:
+        return f"{path}.{caches.rank}"
+    return path
 
 
 def _shape_of(

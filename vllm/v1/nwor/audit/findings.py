@@ -544,7 +544,13 @@ class Findings:
         path = self._path
         if path is None:
             return
-        content = {
+        try:
+            write_whole(path, json.dumps(self._content(), indent=1).encode())
+        except OSError as error:
+            logger.error("NWOR audit: %s could not be written: %s", path, error)
+
+    def _content(self) -> dict[str, Any]:
+        return {
             **self._about,
             "updated": datetime.now(UTC).isoformat(timespec="seconds"),
             "steps": self.num_steps,
@@ -553,12 +559,18 @@ class Findings:
             "counts": self.counts,
             "findings": [asdict(finding) for finding in self.last],
         }
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        try:
-            try:
-                temporary.write_text(json.dumps(content, indent=1))
-                temporary.replace(path)
-            finally:
-                temporary.unlink(missing_ok=True)
-        except OSError as error:
-            logger.error("NWOR audit: %s could not be written: %s", path, error)
+
+    def content(self) -> dict[str, Any]:
+        """What the file holds, as of now."""
+        with self._lock:
+            return self._content()
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """The file holds all of `content`, or what it held before. Raises OSError."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -201,11 +201,17 @@ class RunnerAudit(Observer):
     def _take(
         self, through: int, until: int | None = None, failed: Collection[int] = ()
     ) -> Sequence[Finding]:
-        """As Outbox.take; also counts, logs and writes the findings to the file."""
-        return self.findings.take_in(self.audit.outbox.take(through, until, failed))
+        """As Outbox.take; also counts, logs and writes the findings to the files."""
+        taken = self.audit.outbox.take(through, until, failed)
+        found = self.findings.take_in(taken)
+        if found and self.audit.recorder:
+            self.audit.recorder.found()
+        return found
 
     @guarded
     def _shut_down(self) -> None:
         """It waits for nothing."""
         self._take(0)
         self.findings.conclude()
+        if self.audit.recorder:
+            self.audit.recorder.close()

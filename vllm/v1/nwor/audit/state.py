@@ -33,6 +33,7 @@ from ..step import Acceptance, LoadedAdapters, Scheduled, Step, Transfer
 from ..step import Loads as StepLoads
 from .findings import Outbox
 from .fingerprints import Fingerprints
+from .incident import Recorder
 from .requests import NO_FEATURES, Identity, Request, Requests, features_of
 from .states import States
 from .tables import FILLED, GIVEN, STORED, AuditedGroup
@@ -54,7 +55,7 @@ Owners = list[dict[int, int]]
 class Audit:
     """All audited groups of a runner.
 
-    step: of this runner, from 1.
+    step: of this runner, from 1. recorder: of an incident file, or None.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Audit:
         # and the tokens of the prefix.
         self._fresh: dict[str, tuple[int, torch.Tensor]] = {}
         self._scheduled: Scheduled | None = None
+        self.recorder: Recorder | None = None
         self._had_drafts = self._has_drafts = False
         self.snapshot()
 
@@ -139,6 +141,8 @@ class Audit:
         self._fresh = {}
         self._open = None
         self._scheduled = scheduled
+        if self.recorder:
+            self.recorder.begin_step(self.step, scheduled)
 
     def _take_in(self) -> None:
         scheduled, self._scheduled = self._scheduled, None
@@ -262,6 +266,8 @@ class Audit:
         hold is then nobody's text."""
         for group in self.groups:
             group.lose_cache(self.step)
+        if self.recorder:
+            self.recorder.cache_lost()
 
     def on_transfer(self, transfer: Transfer) -> None:
         """A KV connector is about to read blocks (handed_on), or to fill them. The
@@ -269,6 +275,8 @@ class Audit:
         old content of filled blocks is kept, to check that the load changes it, unless
         another group wrote it."""
         blocks, places, fills = transfer
+        if self.recorder:
+            self.recorder.transfer(transfer)
         if fills:
             # vLLM has zeroed and copied blocks, perhaps these, before the load.
             self._take_in()
@@ -310,6 +318,9 @@ class Audit:
         is_moved = step.state_indices is None and self._row_ids != step.request_ids
         if self.requests.is_changed or is_moved:
             self._seat_rows(step, text_of)
+        if self.recorder:
+            seats = ((name, self.requests[name].seat) for name in step.request_ids)
+            self.recorder.rows(seats)
         for group in self.groups:
             self._ops.audit_plan(
                 *self._rows(group, step),

@@ -71,6 +71,12 @@ def is_v2(runner: Any) -> bool:
     return hasattr(runner, "block_tables")
 
 
+def connector_of(vllm_config: Any) -> str:
+    """Its name, empty for none."""
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    return "" if transfer is None else str(transfer.kv_connector)
+
+
 def loads_of(vllm_config: Any) -> Loads:
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     if transfer is None:
@@ -159,6 +165,8 @@ def bound(runner: Any) -> RunnerCaches:
         rank=parallel.rank,
         world_size=parallel.world_size,
         vllm_version=vllm.__version__,
+        model=str(runner.vllm_config.model_config.model),
+        connector=connector_of(runner.vllm_config),
         states=of_states,
         read_states=states.StateMetadata(
             [group for group in of_states if group.states]

@@ -146,7 +146,7 @@ FACTS: dict[str, tuple[HookTarget | Fact, ...]] = {
         Has(f"{CONFIG}.parallel:ParallelConfig", pipeline_parallel_size="int",
             prefill_context_parallel_size="int", decode_context_parallel_size="int",
             rank="int", world_size="int"),
-        Has(f"{CONFIG}.model:ModelConfig", "dtype", "max_model_len",
+        Has(f"{CONFIG}.model:ModelConfig", "dtype", "max_model_len", "model",
             enable_sleep_mode="bool", enable_cumem_allocator="bool"),
         Has(f"{CONFIG}.cache:CacheConfig", "kv_cache_memory_bytes",
             "num_gpu_blocks_override", gpu_memory_utilization="float"),

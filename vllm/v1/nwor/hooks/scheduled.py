@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -18,6 +18,13 @@ class ScheduledStep(Struct, gc=False):
 
     def has_drafts(self) -> bool:
         return bool(self.output.scheduled_spec_decode_tokens)
+
+    def num_tokens(self) -> Mapping[str, int]:
+        return dict(self.output.num_scheduled_tokens)
+
+    def num_drafts(self) -> Mapping[str, int]:
+        drafts = self.output.scheduled_spec_decode_tokens
+        return {name: len(tokens) for name, tokens in drafts.items()}
 
     def has_drafts_of_new(self) -> bool:
         """A new request has drafts where vLLM pads one that has a single token left."""

@@ -135,6 +135,7 @@ class RunnerCaches:
     text_of: (index, number) -> [number] int32: the first tokens of a request. index:
     that of Step.state_of_request or, without it, the batch row; then the number is that
     of the tokens computed before this step, whatever is asked for.
+    model: its name or folder. connector: the KV connector's name, empty for none.
     rank, world_size: of this worker. vllm_version: as vLLM says it. adapters: those
     that the worker loads; None without LoRA.
     states: recurrent ones, and rings. read_states: reads a step's metadata, of the
@@ -150,6 +151,8 @@ class RunnerCaches:
     rank: int
     world_size: int
     vllm_version: str
+    model: str = ""
+    connector: str = ""
     adapters: LoadedAdapters | None = None
     states: Sequence[StateGroup] = ()
     read_states: (
