@@ -30,15 +30,16 @@ CAUSES = {
     "not undone",
     "missing_write": "a layer or kernel that skipped a slot; a write that went "
     "elsewhere; rows of NaN in the place of rows of NaN",
-    "handed_on": "a KV connector stores a block with a slot that was not committed: it will "
-    "be loaded for another request; or, with a layer named, what came back is "
-    "not what was stored: host memory or a file that changed, a layer that was "
-    "left out, a write that came behind the load",
-    "never_loaded": "a load was reported done, and the block still holds the text of before, or"
-    " holds it again: a late write may have put it back; or all of it is zero",
-    "other_text": "a KV connector loaded the block of other tokens (`writer` computed it): a "
-    "wrong key, a wrong offset, two requests mixed up. `expected` and `found` "
-    "are sums over the tokens",
+    "handed_on": "a KV connector stores a block with a slot that was not "
+    "committed: it will be loaded for another request; or, with a layer "
+    "named, what came back is not what was stored: host memory or a file that"
+    " changed, a layer that was left out, a write that came behind the load",
+    "never_loaded": "a load was reported done, and the block still holds the "
+    "text of before, or holds it again: a late write may have put it back; or"
+    " all of it is zero",
+    "other_text": "a KV connector loaded the block of other tokens (`writer` "
+    "computed it): a wrong key, a wrong offset, two requests mixed up. "
+    "`expected` and `found` are sums over the tokens",
     "stale_state": "a recurrent state of the request's own, but of another position: "
     "the number of accepted drafts that the kernels use is wrong",
     "foreign_state": "block tables of two requests are mixed up; `writer` is the other "
