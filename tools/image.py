@@ -20,6 +20,8 @@ Images are kept until the end only: 25 GB. Exit status: 0 both are fine, 1 one i
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -32,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -208,6 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         needs = " and ".join(missing) or "root"
         print(f"image: needs {needs}: apt-get install buildah mmdebstrap; as root")
         return 2
+    adopt_orphans()
     remove()
     STORAGE.mkdir(parents=True)
     status, about = 0, environment.describe("cpu", ROOT)
@@ -226,8 +230,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"image: {error}", file=sys.stderr)
         status = 1
     finally:
+        end_orphans()
         remove()
     return status
+
+
+def adopt_orphans() -> None:
+    """Processes whose parents end are this one's from now on (PR_SET_CHILD_SUBREAPER):
+    `buildah run` ends without those that the container's first one has started."""
+    ctypes.CDLL(None).prctl(36, 1)
+
+
+def end_orphans() -> None:
+    children = psutil.Process().children(recursive=True)
+    for process in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(children)
 
 
 def remove() -> None:
