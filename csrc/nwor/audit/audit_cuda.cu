@@ -277,8 +277,8 @@ struct Gpu {
   void run(const Pass& pass, int64_t num_teams) const {
     if (num_teams > 0) {
       void* arguments[] = {const_cast<Pass*>(&pass)};
-      launcher<Pass>.launch(op, device, grid_size(op, num_teams), kThreadsOf<Pass>,
-                            stream, arguments);
+      launcher<Pass>.launch_early(op, device, grid_size(op, num_teams),
+                                  kThreadsOf<Pass>, stream, arguments);
     }
   }
 
