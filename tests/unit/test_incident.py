@@ -17,7 +17,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers.logs import nwor_log
-from vllm_nwor.audit import cases, explain, incident
+from vllm_nwor.audit import explain, incident
+from vllm_nwor.audit import incident_cases as cases
 from vllm_nwor.audit.findings import CLASSES, Finding, Writer
 from vllm_nwor.audit.incident import NUM_STEPS, Engine, Recorder
 from vllm_nwor.hooks.scheduled import ScheduledStep

@@ -8,9 +8,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from .cases import cases
 from .findings import write_whole
 from .incident import Incident, Report, read
+from .incident_cases import cases
 from .incident_page import page
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from html import escape
 
-from .cases import NOBODY, Case, Event, Span
+from .incident_cases import NOBODY, Case, Event, Span
 
 # Sign, color, meaning.
 MARKS = {
