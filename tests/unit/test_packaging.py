@@ -194,7 +194,7 @@ def test_a_wheel_that_breaks_what_its_name_promises_is_not_published(
     assert abi3.startswith("it uses more than Python's limited API: ")
     assert "_PyTuple_Siz" in abi3
     assert code.startswith("it must have code for sm_80, sm_86, sm_89, sm_90, sm_100, ")
-    assert re.fullmatch(r"it has \d{6} bytes, more than 9", size)
+    assert re.fullmatch(r"it has \d+ bytes, more than 9", size)
 
 
 LINK_MAP = """Archive member included to satisfy reference by file (symbol)

@@ -51,6 +51,7 @@ def vllm_config(**changes):
         ),
         kv_transfer_config=None,
         model_config=space(
+            model="a-model",
             dtype=torch.float32,
             max_model_len=MAX_MODEL_LEN,
             original_max_model_len=None,
