@@ -179,7 +179,7 @@ wheel: setup ## build dist/*.whl, with CUDA code if nvcc is found
 
 # Needs nvcc, and Debian's g++-aarch64-linux-gnu for that processor's wheel.
 dist: setup ## build what is published into dist/, wheels and sdist, and check it
-	$(PY) tools/dist.py
+	$(PY) tools/dist.py $(ARGS)
 
 emulated: setup ## test the kernels of dist/'s wheel for aarch64 on an emulated CPU
 	$(PY) tools/emulated.py $(ARGS)

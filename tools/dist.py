@@ -16,6 +16,7 @@ Exit status: 1 if something is missing, or a check fails.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -43,6 +44,10 @@ from packaging.utils import parse_wheel_filename
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import environment, records  # noqa: E402
+
 CUDA_RUNTIME = ROOT / "requirements" / "cuda-runtime.txt"
 # sm_103 runs the code for 100, sm_121 that for 120; others compile the PTX.
 GPU_ARCHS = ("80", "86", "89", "90", "100", "120")
@@ -385,6 +390,10 @@ def make_dist(out: Path, work: Path) -> dict[str, Any]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    text = "file to append a line to: the manifest, without checksums"
+    parser.add_argument("--json", type=Path, help=text)
+    to = parser.parse_args().json
     out = ROOT / "dist"
     try:
         with TemporaryDirectory() as work:
@@ -396,6 +405,17 @@ def main() -> int:
     for file in manifest["files"]:
         print(f"dist/{file['file']}: {file['bytes']} bytes")
     print("dist/manifest.json: what they are")
+    if to:
+        about = environment.describe("cpu", ROOT)
+        key = {"case": "dist", "vllm": records.vllm(about)}
+        found = {k: manifest[k] for k in ("version", "built_with", "left_out")}
+        found["files"] = [
+            {k: v for k, v in file.items() if k != "sha256"}
+            for file in manifest["files"]
+        ]
+        records.append(
+            to, {"key": key, **about, "command": "make dist", "found": found}
+        )
     return 0
 
 

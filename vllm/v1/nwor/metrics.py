@@ -94,7 +94,7 @@ FINDINGS = {
 AUDIT_COUNTERS = {
     "steps": "Steps that the KV audit has looked at; reported once a second.",
     "unverified": "Slots that a request took over and that cannot be audited.",
-    "verified": "Slots that a KV connector has loaded with the bytes of their text.",
+    "verified": "Slots that a KV connector has loaded, with the bytes of their text.",
     "failed": "Slots whose load a KV connector has reported as failed.",
 }
 # What changed weights: a method of vLLM, an RPC of another name, or a write that

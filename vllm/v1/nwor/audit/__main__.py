@@ -61,7 +61,9 @@ def json_object(text: str) -> dict[str, Any]:
 
 def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(
-        prog="python -m vllm_nwor.audit", description="The KV audit."
+        prog="python -m vllm_nwor.audit",
+        description="The KV audit.",
+        epilog="`explain FILE [--html OUT]` tells an incident file in words.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     text = "plant faults in a real engine on the CPU, and look for the findings"
@@ -75,7 +77,7 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     kit.add_argument("--config", type=json_object, metavar="JSON", help=text)
     text = "folder or cached name of a model, for all cases but sliding_window"
     kit.add_argument("--model", help=text)
-    text = "one case, or several; default: all"
+    text = "a case; may be repeated; default: all"
     kit.add_argument("--case", action="append", metavar="NAME", help=text)
     kit.add_argument("--junit", metavar="FILE", help="write JUnit XML")
     kit.add_argument("--json", metavar="FILE", help="write JSON")
