@@ -22,7 +22,7 @@ root_doc = "README"
 NAVIGATION = {
     "Use it": "docs/quickstart docs/operations docs/variables docs/kubernetes "
     "tools/monitoring/README docs/troubleshooting docs/security",
-    "The KV audit": "docs/audit docs/rl",
+    "The KV audit": "docs/audit docs/connectors docs/rl",
     "Reference": "docs/api NWOR_IMPLEMENTATION_SUMMARY docs/reach docs/versions "
     "results/README docs/CHANGELOG",
     "Develop": "CONTRIBUTING tests/README docs/for_vllm tools/gpu/README",
