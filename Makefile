@@ -58,7 +58,7 @@ picture: models ## draw docs/picture.png anew, from a real run of one prompt
 # choose some tests, because each imports vLLM first.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 test: models ## run the tests; ARGS="-k name" for some of them
-	$(PY) -m pytest -m "not nightly" $(or $(ARGS),$(PARALLEL))
+	$(PY) -m pytest $(or $(ARGS),$(PARALLEL))
 
 # Few KV blocks, so that requests are preempted, too: 40, and shadow blocks for all of
 # them. The caches that oneDNN and torch keep for each batch size, and what glibc holds

@@ -199,7 +199,7 @@ def run_tests(tree: Path, tests: Sequence[str]) -> TestRun:
     """Runs SELFTEST in `tree`, or pytest until a test fails, since the bug may crash
     the next one. A test whose fixture fails is no catch."""
     options = ("-m", "pytest", "-q", "--tb=no", "-rf", "--exitfirst")
-    options += ("-p", "no:cacheprovider", "-m", "not nightly")
+    options += ("-p", "no:cacheprovider")
     ran = SELFTEST[0].split() if tests == SELFTEST else (*options, *tests)
     status, said = run_python(tree, *ran)
     failed = re.findall(r"^FAIL(?:ED)? (.+?)(?: - .*|: .*)?$", said, re.MULTILINE)
