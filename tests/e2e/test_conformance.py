@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -26,6 +27,7 @@ from benchmarks import environment, records
 from tests.helpers.environment import REPO, subprocess_env
 from tests.helpers.host_offloading import CONNECTOR
 from tests.helpers.reach import FOLDER_VARIABLE
+from tools.soak.server import free_port
 from vllm_nwor.audit.__main__ import KIT_VARIABLES, VARIABLES
 from vllm_nwor.audit.conformance import (
     CASES,
@@ -40,6 +42,7 @@ from vllm_nwor.audit.conformance import (
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 HELPER = "tests.helpers.folder_connector"
+LMCACHE = "tests.helpers.lmcache_connector:LMCacheMPConnector"
 SYNC, ASYNC = ({"folder": "{folder}", "loads": how} for how in ("sync", "async"))
 HOST = CONNECTOR["kv_connector_extra_config"]
 EXAMPLE = {"shared_storage_path": "{folder}"}
@@ -80,6 +83,23 @@ OF_VLLM: dict[str, tuple[dict[str, Any], dict[str, tuple[str, ...]]]] = {
         },
     ),
 }
+INSTALLED = REPO / ".venv-frameworks"
+# LMCache starts its server, which gets bytes through the engine's process: there is no
+# GPU whose memory it could open.
+SERVER = (
+    "--l1-size-gb 1 --eviction-policy LRU --chunk-size 32 --disable-observability "
+    "--supported-transfer-mode engine_driven --http-port"
+)
+
+
+def lmcache() -> dict[str, Any]:
+    return {
+        "lmcache.mp.autostart": True,
+        "lmcache.mp.autostart.wait_timeout": 300,
+        "lmcache.mp.autostart.server_args": f"{SERVER} {free_port()}",
+        "lmcache.mp.port": free_port(),
+        "lmcache.mp.save_decode_cache": True,
+    }
 
 
 def kit(*options: str, cwd: Path = REPO) -> subprocess.CompletedProcess[str]:
@@ -134,7 +154,9 @@ def truths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Truths]:
         yield Truths(tmp_path_factory.mktemp("kit"))
 
 
-def record(connector: str, found: list[Result]) -> None:
+def record(
+    connector: str, found: list[Result], command: str = "make reach", **more: str
+) -> None:
     if folder := os.environ.get(FOLDER_VARIABLE):
         about = environment.describe("cpu", REPO)
         version = vllm.__version__.split("+")[0]
@@ -156,7 +178,7 @@ def record(connector: str, found: list[Result]) -> None:
             }
             for result in found
         }
-        line = {"key": key, **about, "command": "make reach", "found": cases}
+        line = {"key": key, **about, **more, "command": command, "found": cases}
         records.append(Path(folder) / "cases.jsonl", line)
 
 
@@ -170,6 +192,24 @@ def test_the_verdicts_on_vllms_own_connectors(connector: str, truths: Truths) ->
 
 
 @pytest.mark.nightly
+def test_the_verdicts_on_lmcache(truths: Truths, monkeypatch: Any) -> None:
+    found = list(distributions(name="lmcache", path=[str(INSTALLED)]))
+    if not found:
+        pytest.skip("lmcache is not installed: make frameworks")
+    folders = filter(None, [os.environ.get("PYTHONPATH"), str(INSTALLED)])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
+    monkeypatch.setenv("LMCACHE_TRACK_USAGE", "false")
+    verdicts = truths.judge(LMCACHE, lmcache())
+    version = found[0].version
+    record("LMCacheMPConnector", verdicts, "make frameworks", lmcache=version)
+    assert found_in(verdicts) == {
+        "abort_loading": (),  # it loads within a step
+        "failed_load": (),  # it has no file
+        "lora_adapter": ("outputs", "exercised"),
+    }
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("config", [SYNC, ASYNC], ids=["sync", "async"])
 def test_a_connector_that_conforms_passes(
     config: dict[str, Any], truths: Truths
@@ -177,6 +217,10 @@ def test_a_connector_that_conforms_passes(
     found = truths.judge(f"{HELPER}:FolderConnector", config)
     is_async = config is ASYNC
     assert found_in(found) == ({} if is_async else {"abort_loading": ()})
+    states = {result.case: result.verdicts["bytes"].state for result in found}
+    # The audit does not trust what it knew before the caches were lost.
+    unknown = [case for case, state in states.items() if state is State.UNVERIFIED]
+    assert unknown == ["sleep"]
 
 
 @pytest.mark.nightly
@@ -220,6 +264,8 @@ def test_the_command_line_and_its_files(tmp_path: Path) -> None:
         "cache_salt": "breach",
     }
     assert cases["store_load"]["loads"] == {"again": 96}
+    verified = [cases["store_load"][name] for name in ("verified", "unverified")]
+    assert verified == [96, 0]
     assert cases["cache_salt"]["verdicts"]["exercised"]["text"] == text
     suite = ElementTree.parse(junit).getroot()
     assert (suite.get("tests"), suite.get("failures")) == ("2", "1")

@@ -15,7 +15,7 @@ from typing import Any
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 from vllm.triton_utils import dispatcher
 
-__all__ = ["LMCacheMPConnector", "config"]
+__all__ = ["LMCacheMPConnector"]
 
 
 def _vars(value: Any) -> Mapping[str, Any]:
@@ -24,16 +24,3 @@ def _vars(value: Any) -> Mapping[str, Any]:
 
 
 dispatcher.vars = _vars  # type: ignore[attr-defined]
-
-
-def config(port: int, http_port: int) -> dict[str, Any]:
-    """kv_connector_extra_config. LMCache starts the server, which moves bytes through
-    the engine's process: there is no GPU whose memory it could open."""
-    options = "--l1-size-gb 1 --eviction-policy LRU --chunk-size 32"
-    options += f" --supported-transfer-mode engine_driven --http-port {http_port}"
-    return {
-        "lmcache.mp.autostart": True,
-        "lmcache.mp.autostart.wait_timeout": 300,
-        "lmcache.mp.autostart.server_args": f"{options} --disable-observability",
-        "lmcache.mp.port": port,
-    }

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,8 @@ def test_an_interrupted_kit_leaves_no_process(monkeypatch, tmp_path) -> None:
     body = "say(json.dumps({'pid': os.getpid()}) + '\\n'); time.sleep(20)"
     running = messages(monkeypatch, tmp_path, body)
     pid = next(running)["pid"]
+    started = time.monotonic()
     running.close()
+    assert time.monotonic() - started < 10
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

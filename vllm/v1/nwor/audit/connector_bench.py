@@ -328,7 +328,7 @@ class ConnectorBench(Bench):
         self.num_local.clear()
         self.preempted.clear()
         self.clear()
-        totals, findings = self.audit.totals(), self.observer.findings.num_findings
+        before, findings = self._slots(), self.observer.findings.num_findings
         case(self)
         self.settle()
         report.unfreed = self._num_free - self._pool.get_num_free_blocks()
@@ -338,12 +338,18 @@ class ConnectorBench(Bench):
                 report.tokens[name] = list(completion.token_ids)
                 chosen = zip(completion.token_ids, completion.logprobs, strict=True)
                 report.logprobs[name] = [of[token].logprob for token, of in chosen]
-        now = self.audit.totals()
-        report.verified = now["returned"] - totals["returned"]
-        report.unverified = now["unverified"] - totals["unverified"]
+        pairs = zip(self._slots(), before, strict=True)
+        report.verified, report.unverified = (now - then for now, then in pairs)
         report.num_findings = self.observer.findings.num_findings - findings
         report.findings = [one.line() for one in self.found][:4]
         return report
+
+    def _slots(self) -> tuple[int, int]:
+        """Loaded slots so far that the audit verified, by slot or by their text, and
+        those that it could not."""
+        of_host = self.observer.findings.totals()
+        by_slot = self.audit.totals()["returned"]
+        return by_slot + of_host["verified"], of_host["unverified"]
 
     def settle(self) -> None:
         """Lets transfers end: a step without requests, then with short ones, until all
