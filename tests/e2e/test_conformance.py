@@ -218,9 +218,10 @@ def test_a_connector_that_conforms_passes(
     is_async = config is ASYNC
     assert found_in(found) == ({} if is_async else {"abort_loading": ()})
     states = {result.case: result.verdicts["bytes"].state for result in found}
-    # The audit does not trust what it knew before the caches were lost.
+    # The audit does not trust what it knew before the caches were lost; and the load
+    # that failed brought nothing.
     unknown = [case for case, state in states.items() if state is State.UNVERIFIED]
-    assert unknown == ["sleep"]
+    assert unknown == ["sleep", "failed_load"]
 
 
 @pytest.mark.nightly
