@@ -135,7 +135,7 @@ def abort_loading(bench: Bench) -> None:
     bench.evict()
     bench.is_held = True
     bench.add("doomed", text, 8)
-    bench.step()
+    bench.begin("doomed")
     is_loading = bench.is_loading("doomed")
     bench.llm.abort_request(["doomed"])
     bench.add("others", bench.text(2, 100), 8)

@@ -220,8 +220,11 @@ class ConnectorBench(Bench):
 
     def is_loading(self, name: str) -> bool:
         """Whether vLLM waits for a load of this request."""
+        return self._status(name) == "WAITING_FOR_REMOTE_KVS"
+
+    def _status(self, name: str) -> str:
         of = {_short(key): one for key, one in self.scheduler.requests.items()}
-        return name in of and of[name].status.name == "WAITING_FOR_REMOTE_KVS"
+        return of[name].status.name if name in of else ""
 
     # -- what a case does ------------------------------------------------------------
 
@@ -238,6 +241,16 @@ class ConnectorBench(Bench):
             if not self.scheduler.running:
                 time.sleep(0.005)  # for a load that needs its time
         raise RuntimeError(f"requests have not finished after {MAX_STEPS} steps")
+
+    def begin(self, name: str) -> None:
+        """Until a request that was added runs, or vLLM waits for its load: a connector
+        may answer None for a while."""
+        for _ in range(MAX_STEPS):
+            self.step()
+            if self._status(name) != "WAITING":
+                return
+            time.sleep(0.005)
+        raise RuntimeError(f"{name} has not begun after {MAX_STEPS} steps")
 
     def ask(self, name: str, tokens: Sequence[int], count: int = 8, **how: Any) -> None:
         """Plays one request. how: as Bench.add."""
