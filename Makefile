@@ -92,6 +92,7 @@ nightly: models ## what takes too long for make test: faults, simulation, random
 # got, and 0.26 has no latent attention there and crashes in gated delta nets.
 STATE_FAULTS := tests/integration/test_state_bugs.py
 KIT := tests/e2e/test_conformance.py::test_the_verdicts_on_vllms_own_connectors
+KIT_ON_LMCACHE := tests/e2e/test_conformance.py::test_the_verdicts_on_lmcache
 REACH := -m "" tests/integration/test_reach.py $(STATE_FAULTS) \
 	tests/integration/test_identical_outputs.py::test_tensor_parallel_2 \
 	tests/e2e/test_serve.py::test_data_parallel_2
@@ -126,11 +127,11 @@ test-oldest: models wheel ## the byte oracle on the oldest, in an environment of
 # make nightly runs these, too, where they are installed: 700 MB of packages.
 FRAMEWORKS := .venv-frameworks
 frameworks: export NWOR_REACH_RESULTS = $(abspath $(RESULTS))
-frameworks: models ## weight updates by trl, verl and AReaL themselves, watched by the audit
+frameworks: models ## weight updates by trl, verl and AReaL, and the kit on LMCache
 	@mkdir -p $(RESULTS)
 	$(PY) -m pip install -q --no-deps --upgrade --target $(FRAMEWORKS) \
 		-r requirements/frameworks.txt
-	$(PY) -m pytest -m nightly tests/e2e/test_frameworks.py $(ARGS)
+	$(PY) -m pytest -m nightly tests/e2e/test_frameworks.py $(KIT_ON_LMCACHE) $(ARGS)
 
 mutation-check: setup ## plant bugs in a copy of the tree; each must fail a test
 	@mkdir -p $(RESULTS)

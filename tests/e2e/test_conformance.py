@@ -4,6 +4,7 @@
 A connector that conforms passes each case; a fault in a copy of it is a breach of the
 case that is there for it, and of no other. The verdicts on vLLM's own connectors go to
 cases.jsonl in the folder of NWOR_REACH_RESULTS (`make reach`).
+tests/unit/test_conformance.py has what needs no engine.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -25,25 +27,22 @@ from benchmarks import environment, records
 from tests.helpers.environment import REPO, subprocess_env
 from tests.helpers.host_offloading import CONNECTOR
 from tests.helpers.reach import FOLDER_VARIABLE
-from vllm_nwor.audit import conformance
+from tools.soak.server import free_port
 from vllm_nwor.audit.__main__ import KIT_VARIABLES, VARIABLES
 from vllm_nwor.audit.conformance import (
     CASES,
     ENGINES,
     Result,
     State,
-    Verdict,
-    conclude,
-    judge,
     play,
     prepare,
     results,
 )
-from vllm_nwor.audit.connector_bench import Report, Request
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 HELPER = "tests.helpers.folder_connector"
+LMCACHE = "tests.helpers.lmcache_connector:LMCacheMPConnector"
 SYNC, ASYNC = ({"folder": "{folder}", "loads": how} for how in ("sync", "async"))
 HOST = CONNECTOR["kv_connector_extra_config"]
 EXAMPLE = {"shared_storage_path": "{folder}"}
@@ -84,6 +83,23 @@ OF_VLLM: dict[str, tuple[dict[str, Any], dict[str, tuple[str, ...]]]] = {
         },
     ),
 }
+INSTALLED = REPO / ".venv-frameworks"
+# LMCache starts its server, which gets bytes through the engine's process: there is no
+# GPU whose memory it could open.
+SERVER = (
+    "--l1-size-gb 1 --eviction-policy LRU --chunk-size 32 --disable-observability "
+    "--supported-transfer-mode engine_driven --http-port"
+)
+
+
+def lmcache() -> dict[str, Any]:
+    return {
+        "lmcache.mp.autostart": True,
+        "lmcache.mp.autostart.wait_timeout": 300,
+        "lmcache.mp.autostart.server_args": f"{SERVER} {free_port()}",
+        "lmcache.mp.port": free_port(),
+        "lmcache.mp.save_decode_cache": True,
+    }
 
 
 def kit(*options: str, cwd: Path = REPO) -> subprocess.CompletedProcess[str]:
@@ -138,7 +154,9 @@ def truths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Truths]:
         yield Truths(tmp_path_factory.mktemp("kit"))
 
 
-def record(connector: str, found: list[Result]) -> None:
+def record(
+    connector: str, found: list[Result], command: str = "make reach", **more: str
+) -> None:
     if folder := os.environ.get(FOLDER_VARIABLE):
         about = environment.describe("cpu", REPO)
         version = vllm.__version__.split("+")[0]
@@ -160,7 +178,7 @@ def record(connector: str, found: list[Result]) -> None:
             }
             for result in found
         }
-        line = {"key": key, **about, "command": "make reach", "found": cases}
+        line = {"key": key, **about, **more, "command": command, "found": cases}
         records.append(Path(folder) / "cases.jsonl", line)
 
 
@@ -174,6 +192,24 @@ def test_the_verdicts_on_vllms_own_connectors(connector: str, truths: Truths) ->
 
 
 @pytest.mark.nightly
+def test_the_verdicts_on_lmcache(truths: Truths, monkeypatch: Any) -> None:
+    found = list(distributions(name="lmcache", path=[str(INSTALLED)]))
+    if not found:
+        pytest.skip("lmcache is not installed: make frameworks")
+    folders = filter(None, [os.environ.get("PYTHONPATH"), str(INSTALLED)])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
+    monkeypatch.setenv("LMCACHE_TRACK_USAGE", "false")
+    verdicts = truths.judge(LMCACHE, lmcache())
+    version = found[0].version
+    record("LMCacheMPConnector", verdicts, "make frameworks", lmcache=version)
+    assert found_in(verdicts) == {
+        "abort_loading": DIES,
+        "failed_load": (),  # it has no file
+        "lora_adapter": ("outputs", "exercised"),
+    }
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("config", [SYNC, ASYNC], ids=["sync", "async"])
 def test_a_connector_that_conforms_passes(
     config: dict[str, Any], truths: Truths
@@ -181,6 +217,11 @@ def test_a_connector_that_conforms_passes(
     found = truths.judge(f"{HELPER}:FolderConnector", config)
     is_async = config is ASYNC
     assert found_in(found) == ({} if is_async else {"abort_loading": ()})
+    states = {result.case: result.verdicts["bytes"].state for result in found}
+    # The audit does not trust what it knew before the caches were lost; and the load
+    # that failed brought nothing.
+    unknown = [case for case, state in states.items() if state is State.UNVERIFIED]
+    assert unknown == ["sleep", "failed_load"]
 
 
 @pytest.mark.nightly
@@ -194,6 +235,7 @@ def test_a_connector_that_conforms_passes(
         ("Silent", "failed_load", ("outputs",)),
         ("LosesTheAborted", "abort_loading", ("blocks",)),
         ("LacksAResumedBlock", "preemption", ("outputs",)),
+        ("LoadsAFileOnce", "one_prefix", ("outputs",)),
     ],
 )
 def test_a_fault_is_a_breach_of_its_case_alone(
@@ -223,6 +265,8 @@ def test_the_command_line_and_its_files(tmp_path: Path) -> None:
         "cache_salt": "breach",
     }
     assert cases["store_load"]["loads"] == {"again": 96}
+    verified = [cases["store_load"][name] for name in ("verified", "unverified")]
+    assert verified == [96, 0]
     assert cases["cache_salt"]["verdicts"]["exercised"]["text"] == text
     suite = ElementTree.parse(junit).getroot()
     assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
@@ -268,106 +312,3 @@ def test_a_connector_or_model_that_is_not_there(connector, options, words) -> No
     assert done.returncode == 2, done.stdout + done.stderr
     for word in words:
         assert word in done.stderr
-
-
-# -- verdicts ------------------------------------------------------------------------
-
-GOOD = Report(
-    tokens={"again": [1, 2]},
-    logprobs={"again": [-1.0, -2.0]},
-    loads={"again": 64},
-    wanted={"again": True},
-    verified=64,
-)
-LOAD, PLANTED = CASES["store_load"], CASES["empty_load"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "state", "name", "text"),
-    [
-        ({}, State.OK, "bytes", "64 of 64 slots"),
-        ({"died": "E"}, State.BREACH, "survives", "E"),
-        ({"tokens": {}}, State.BREACH, "outputs", "again has not finished"),
-        ({"tokens": {"again": [1, 3]}}, State.BREACH, "outputs", "other tokens"),
-        ({"logprobs": {"again": [-1, -2.002]}}, State.BREACH, "outputs", "by 0.002"),
-        ({"logprobs": {"again": [-1, -2.0005]}}, State.OK, "outputs", ""),
-        ({"loads": {}}, State.NOT_EXERCISED, "exercised", "again loaded nothing"),
-        ({"skipped": "why"}, State.NOT_EXERCISED, "exercised", "why"),
-        ({"broken": ["-1"]}, State.BREACH, "exercised", "-1"),
-        ({"wanted": {"again": False}}, State.BREACH, "exercised", "must load none"),
-        ({"num_findings": 1, "findings": ["f"]}, State.BREACH, "bytes", "1 findings"),
-        ({"verified": 0, "unverified": 64}, State.OK, "bytes", "0 of 64 slots"),
-        ({"unfreed": 3}, State.BREACH, "blocks", "3 blocks are not free"),
-    ],
-)
-def test_each_verdict_decides(changes, state, name, text) -> None:
-    verdicts = judge(LOAD, replace(GOOD, **changes), GOOD)
-    assert conclude(LOAD, verdicts) is state
-    assert text in verdicts[name].text
-    breaches = [n for n, one in verdicts.items() if one.state is State.BREACH]
-    assert breaches == ([name] if state is State.BREACH else [])
-
-
-def test_a_planted_fault_that_does_not_show_is_not_exercised() -> None:
-    assert conclude(PLANTED, judge(PLANTED, GOOD, GOOD)) is State.NOT_EXERCISED
-    for shows in ({"num_findings": 1}, {"tokens": {"again": [1, 3]}}):
-        verdicts = judge(PLANTED, replace(GOOD, **shows), GOOD)
-        assert conclude(PLANTED, verdicts) is State.OK
-
-
-def test_slots_that_are_not_verified_are_not_ok() -> None:
-    half = replace(GOOD, verified=32, unverified=32)
-    assert judge(LOAD, half, GOOD)["bytes"].state is State.UNVERIFIED
-    assert judge(LOAD, replace(GOOD, loads={}), GOOD)["bytes"] == Verdict(
-        State.NOT_EXERCISED, "nothing was loaded"
-    )
-
-
-# -- processes -----------------------------------------------------------------------
-
-ASKED = Request(["store_load", "evicted", "sleep"], "A", {}, "", {})
-
-
-def played(
-    monkeypatch: pytest.MonkeyPatch, *processes: list[dict[str, Any]]
-) -> tuple[dict[str, Report], list[list[str]]]:
-    """The reports of ASKED, and the cases that each process was asked for."""
-    asked, scripts = [], iter(processes)
-
-    def messages(request: Request, is_quiet: bool) -> list[dict[str, Any]]:
-        asked.append(list(request.cases))
-        return [*next(scripts), {"ended": "status -11"}]
-
-    monkeypatch.setattr(conformance, "_messages", messages)
-    return play(ASKED, lambda text: None, True), asked
-
-
-def ends(name: str) -> list[dict[str, Any]]:
-    return [{"begins": name}, {"case": name, "report": vars(Report())}]
-
-
-def test_a_process_that_dies_takes_one_case_with_it(monkeypatch) -> None:
-    reports, asked = played(
-        monkeypatch,
-        [{"started": True}, *ends("store_load"), {"begins": "evicted"}],
-        [{"started": True}, *ends("sleep")],
-    )
-    assert asked == [["store_load", "evicted", "sleep"], ["sleep"]]
-    died = {name: report.died for name, report in reports.items()}
-    assert died == {"store_load": "", "evicted": "status -11", "sleep": ""}
-
-
-def test_a_process_that_ends_after_a_case_is_followed_by_another(monkeypatch) -> None:
-    reports, asked = played(
-        monkeypatch, ends("store_load"), [*ends("evicted"), *ends("sleep")]
-    )
-    assert asked[1] == ["evicted", "sleep"]
-    assert not any(report.died for report in reports.values())
-
-
-def test_an_engine_that_does_not_start_is_tried_once(monkeypatch) -> None:
-    reports, asked = played(monkeypatch, [{"unstarted": "ValueError: no"}])
-    assert len(asked) == 1
-    assert {report.died for report in reports.values()} == {
-        "the engine does not start: ValueError: no"
-    }

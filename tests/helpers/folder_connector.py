@@ -232,3 +232,16 @@ class LacksAResumedBlock(FolderConnector):
         if request.num_preemptions and num_external_tokens > 0:
             loads = self._next.loads[request.request_id]
             self._next.loads[request.request_id] = loads[:-1]
+
+
+class LoadsAFileOnce(FolderConnector):
+    """one_prefix"""
+
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None:
+        loads, name = self._next.loads, request.request_id
+        known = {path for pairs in loads.values() for _, path in pairs}
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens > 0:
+            loads[name] = [pair for pair in loads[name] if pair[1] not in known]

@@ -257,3 +257,16 @@ def test_every_link_of_a_document_leads_somewhere():
             if not found.exists() or (anchor and anchor not in anchors(found)):
                 bad.append((name, link))
     assert bad == []
+
+
+def test_verdicts_on_an_older_vllm_are_a_line_that_says_what_differs():
+    new = of_kind("cases", case="conformance", connector="MultiConnector")
+    old = copy.deepcopy(new)
+    old["key"]["vllm"] = "0.29.0"
+    *_, last = report.rendered("conformance", [old, new]).splitlines()
+    assert last.startswith("- MultiConnector on vLLM 0.29.0 (2026-")
+    assert last.endswith("): the same verdicts")
+    old["found"]["sleep"] |= {"breaches": ["bytes"], "text": "lost"}
+    *_, last = report.rendered("conformance", [old, new]).splitlines()
+    assert last.endswith("): as above, but `sleep`: **breach**: bytes (lost)")
+    assert [len(row) for row in cells("conformance", old, new)] == [2] * 19

@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,24 @@ def json_object(text: str) -> dict[str, Any]:
     return found
 
 
+def why_no_connector(name: str) -> str | None:
+    """What is wrong with MODULE:CLASS, without importing MODULE: vLLM takes seconds. A
+    name alone is one of vLLM's, or not."""
+    module, colon, cls = name.rpartition(":")
+    why = f"there is no module {module!r}"
+    try:
+        if not colon or (module and cls and find_spec(module)):
+            return None
+    except Exception as error:  # of a package that has the module
+        why = f"{type(error).__name__}: {error}"
+    if not (module and cls):
+        why = "a part is empty"
+    return (
+        f"--connector is {name!r}: {why}; must be MODULE:CLASS, a class of vLLM's "
+        f"KVConnectorBase_V1 in a module that Python finds from {os.getcwd()}"
+    )
+
+
 def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(
         prog="python -m vllm_nwor.audit",
@@ -87,6 +106,8 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
             parser.error(f"--{name} needs --connector")
     if args.states and not args.selftest:
         parser.error("--states needs --selftest")
+    if args.connector and (why := why_no_connector(args.connector)):
+        parser.error(why)
     for name in ("junit", "json"):
         path = getattr(args, name)
         if path and not Path(path).resolve().parent.is_dir():

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -205,30 +207,62 @@ def make_adapter(folder: Path, number: int, model: str | Path, rank: int = 8) ->
     return str(folder)
 
 
+def _end_group(leader: int) -> None:
+    """Waits for the end of a process, and ends what it has started: that may hold its
+    pipes open for ever. Does not reap it, so that its number stays taken."""
+    os.waitid(os.P_PID, leader, os.WEXITED | os.WNOWAIT)
+    os.killpg(leader, signal.SIGKILL)
+
+
+def _ending(status: int, log: str) -> str:
+    """How a process ended, and where if Python's faulthandler wrote it: it names the
+    main thread last."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    how = f"ended with status {status}"
+    if status < 0:
+        how = f"was killed by {signal.Signals(-status).name}"
+    for line in lines:
+        if line.startswith("Timeout ("):
+            how = f"was ended: no answer within {line[9:-2]}"
+    heads = [n for n, line in enumerate(lines) if line.endswith("call first):")]
+    last = lines[heads[-1] + 1 :][:1] if heads else lines[-1:]
+    return ": ".join([f"the engine's process {how}", *last])
+
+
 def _messages(request: Request, is_quiet: bool) -> Iterator[dict[str, Any]]:
     """Those of one process; the last one says how it ended."""
     with ExitStack() as stack:
         ours, theirs = os.pipe()
         lines = stack.enter_context(os.fdopen(ours))
         log = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+        folder = tempfile.TemporaryDirectory(
+            prefix="vllm-nwor-", ignore_cleanup_errors=True
+        )
         command = [sys.executable, "-m", f"{__package__}.conformance_cases"]
+        command += [str(theirs), json.dumps(asdict(request))]
         process = subprocess.Popen(
-            [*command, str(theirs), json.dumps(asdict(request))],
+            [*command, stack.enter_context(folder)],
             pass_fds=(theirs,),
+            start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=log if is_quiet else None,
             stderr=log if is_quiet else None,
         )
         os.close(theirs)
+        end = Thread(target=_end_group, args=(process.pid,))
+        end.start()
         try:
             for line in lines:
-                yield json.loads(line)
+                if line.endswith("\n"):  # or else it was killed while it wrote
+                    yield json.loads(line)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
         finally:
-            process.kill()
+            end.join()
             status = process.wait()
         log.seek(0)
-        last = [line for line in log.read().splitlines() if line.strip()][-1:]
-        yield {"ended": f"the process ended with status {status}: {' '.join(last)}"}
+        yield {"ended": _ending(status, log.read())}
 
 
 def play(
@@ -244,23 +278,24 @@ def play(
     who = request.connector or "no connector"
     while waiting:
         say(f"an engine with {who} starts")
-        current, died = waiting[0], ""
+        current = ""
         for message in _messages(replace(request, cases=tuple(waiting)), is_quiet):
             if text := message.get("wrong"):
                 raise WrongArgument(text)
-            if text := message.get("unstarted"):
-                died = f"{NO_START}: {text}"
-                reports |= {name: Report(died=died) for name in waiting}
-                waiting = []
             if name := message.get("begins"):
                 current = name
                 say(f"{name}, with {who}")
             if name := message.get("case"):
                 reports[name] = Report(**message["report"])
                 waiting.remove(name)
-            if "ended" in message and current in waiting:
-                reports[current] = Report(died=message["ended"])
+            ended = message.get("ended", "")
+            if current in waiting and ended:
+                reports[current] = Report(died=ended)
                 waiting.remove(current)
+            if text := message.get("unstarted", "" if current else ended):
+                died = f"{NO_START}: {text}"
+                reports |= {name: Report(died=died) for name in waiting}
+                waiting = []
     return reports
 
 

@@ -220,8 +220,11 @@ class ConnectorBench(Bench):
 
     def is_loading(self, name: str) -> bool:
         """Whether vLLM waits for a load of this request."""
+        return self._status(name) == "WAITING_FOR_REMOTE_KVS"
+
+    def _status(self, name: str) -> str:
         of = {_short(key): one for key, one in self.scheduler.requests.items()}
-        return name in of and of[name].status.name == "WAITING_FOR_REMOTE_KVS"
+        return of[name].status.name if name in of else ""
 
     # -- what a case does ------------------------------------------------------------
 
@@ -238,6 +241,16 @@ class ConnectorBench(Bench):
             if not self.scheduler.running:
                 time.sleep(0.005)  # for a load that needs its time
         raise RuntimeError(f"requests have not finished after {MAX_STEPS} steps")
+
+    def begin(self, name: str) -> None:
+        """Until a request that was added runs, or vLLM waits for its load: a connector
+        may answer None for a while."""
+        for _ in range(MAX_STEPS):
+            self.step()
+            if self._status(name) != "WAITING":
+                return
+            time.sleep(0.005)
+        raise RuntimeError(f"{name} has not begun after {MAX_STEPS} steps")
 
     def ask(self, name: str, tokens: Sequence[int], count: int = 8, **how: Any) -> None:
         """Plays one request. how: as Bench.add."""
@@ -328,7 +341,7 @@ class ConnectorBench(Bench):
         self.num_local.clear()
         self.preempted.clear()
         self.clear()
-        totals, findings = self.audit.totals(), self.observer.findings.num_findings
+        before, findings = self._slots(), self.observer.findings.num_findings
         case(self)
         self.settle()
         report.unfreed = self._num_free - self._pool.get_num_free_blocks()
@@ -338,12 +351,18 @@ class ConnectorBench(Bench):
                 report.tokens[name] = list(completion.token_ids)
                 chosen = zip(completion.token_ids, completion.logprobs, strict=True)
                 report.logprobs[name] = [of[token].logprob for token, of in chosen]
-        now = self.audit.totals()
-        report.verified = now["returned"] - totals["returned"]
-        report.unverified = now["unverified"] - totals["unverified"]
+        pairs = zip(self._slots(), before, strict=True)
+        report.verified, report.unverified = (now - then for now, then in pairs)
         report.num_findings = self.observer.findings.num_findings - findings
         report.findings = [one.line() for one in self.found][:4]
         return report
+
+    def _slots(self) -> tuple[int, int]:
+        """Loaded slots so far that the audit verified, by slot or by their text, and
+        those that it could not."""
+        of_host = self.observer.findings.totals()
+        by_slot = self.audit.totals()["returned"]
+        return by_slot + of_host["verified"], of_host["unverified"]
 
     def settle(self) -> None:
         """Lets transfers end: a step without requests, then with short ones, until all
