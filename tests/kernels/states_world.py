@@ -293,7 +293,7 @@ class World:
         expected += self.reference.written(batch, self._pages())
         about = self.states.tables, table, *self._acceptance(batch, rejects)
         with self._unchanged():
-            self.lib.audit_states_written(*rows, *about)
+            self.lib.audit_states_written(*rows, *about, None)
         del kept_alive, found
         for name, work in works.items():
             request = self.running[name]

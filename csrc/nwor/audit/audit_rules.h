@@ -288,6 +288,10 @@ struct SeatRequest : AuditSeatArgs {
       seats[seat] = fresh;
       seats[seat].hash = hash;
       seats[seat].length = length;
+      if (length > 0) {
+        seats[seat].last_of_hit = text_at(fresh_features, fresh.num_features,
+                                          tokens[length - 1], length - 1);
+      }
     }
   }
 };

@@ -40,6 +40,8 @@ constexpr int64_t kMaxStates = 640;
 // text, or of one that ends inside an image.
 constexpr int32_t kNoToken = -1;
 constexpr int32_t kUnknownToken = -2;
+// StateRecord::opaque: a KV connector was to fill the block since.
+constexpr int32_t kLoadedState = 2;
 
 // One state of one layer. A row of `states`, int64 [num_states, 42]; sizes in bytes.
 struct State {
@@ -94,7 +96,11 @@ struct StateRecord {
   int32_t generation;  // of the request that wrote; 0: not known
   int32_t length;      // tokens of the text
   int32_t step;
-  int32_t opaque;  // its text is not known
+  int32_t opaque;  // its text is not known; or kLoadedState
+
+  NWOR_HOST_DEVICE bool is_known() const {
+    return generation != 0 && opaque != kLoadedState;
+  }
 };
 static_assert(sizeof(StateRecord) == 24, "a StateRecord is a row of state_records");
 
@@ -189,6 +195,11 @@ struct AuditStatesWrittenArgs : StatesArgs {
   static constexpr const char* kOp = "audit_states_written";
   const int32_t* cu_num_logits = nullptr;  // [num_reqs], or nullptr: no drafts
   Acceptance acceptance{};
+  // [2, num_seats, num_recurrent, 7 + max_in_group], by batch row, memory that the host
+  // reads, or nullptr: of boundaries that the step has left, and of those that requests
+  // found where a KV connector was to fill them, a BlockDigest and the samples. A row
+  // is of this step if is_known is its number. tokens: the last one of the text.
+  int64_t* digests_to = nullptr;
 };
 
 }  // namespace nwor

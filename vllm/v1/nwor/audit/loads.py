@@ -169,13 +169,18 @@ def zeros_of(group: AuditedGroup) -> bytes:
 @cache
 def _zero_sum(slot_bytes: int, block_size: int) -> int:
     words = range(-(-slot_bytes // 8))
-    checksum = sum(_word_at(0, word) >> 32 for word in words) % (1 << 32)
-    return sum(_word_at(checksum, slot) for slot in range(block_size)) & _MASK
+    checksum = sum(word_at(0, word) >> 32 for word in words) % (1 << 32)
+    return sum(word_at(checksum, slot) for slot in range(block_size)) & _MASK
 
 
-def _word_at(word: int, index: int) -> int:
+def word_at(word: int, index: int) -> int:
     """As word_at of audit_rules.h."""
-    value = (word + (index + 1) * 0x9E3779B97F4A7C15) & _MASK
+    return mix64(word + (index + 1) * 0x9E3779B97F4A7C15)
+
+
+def mix64(value: int) -> int:
+    """As mix64 of audit_rules.h."""
+    value &= _MASK
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
     return value ^ (value >> 31)

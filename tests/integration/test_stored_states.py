@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The audit of recurrent states that a KV connector stores and loads (mamba_cache_mode
+align), on real engines: vLLM's OffloadingConnector, alone, and within a MultiConnector,
+where the audit sees no transfers and goes by what the scheduler asks for.
+
+Texts are stored by their first requests; the cache is reset, and they are loaded.
+Faults are put into what a load brings.
+
+Not covered: the V2 runner and GPUs, hits inside a block, layers that share memory with
+those of other groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.worker import mamba_utils
+
+from tests.helpers.aligned import Copies
+from tests.helpers.engine import Engine, Request, Result, prompt
+from tests.helpers.host_offloading import CONNECTOR, HostSpec
+from tests.helpers.hybrid import (
+    AUDIT,
+    LAYERS,
+    MODEL,
+    caches,
+    mend_convolutions,
+    on_this_host,
+)
+from tests.helpers.runner_probe import request_name
+from tests.integration.test_boundary_states import (
+    ARGUMENTS,
+    BLOCK,
+    num_resumed_by_hit,
+    passing,
+    run,
+)
+from vllm_nwor.audit.findings import Finding
+from vllm_nwor.layout.caches import Loads
+
+if not hasattr(mamba_utils.MambaSpecDecodeGPUContext, "run_fused_precopy"):
+    pytest.skip("this vLLM copies by other functions", allow_module_level=True)
+
+# Of a load: three layers with two states each, and the slots of two blocks.
+NUM_STATES, NUM_SLOTS = 6, 2 * BLOCK
+LENGTH = NUM_SLOTS + 20
+
+seeds = itertools.count(500)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def host() -> Iterator[None]:
+    with on_this_host():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
+    mend_convolutions(monkeypatch)
+    return Copies(monkeypatch)
+
+
+# Called with the block of the cache and the group that a load has filled.
+Change = Callable[["World", int, int], None]
+
+
+class World:
+    """An engine with a connector, and what is in its store."""
+
+    def __init__(self, store: str, **arguments: Any) -> None:
+        connector = CONNECTOR
+        if arguments.pop("is_among_several", False):
+            connector = {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"connectors": [CONNECTOR]},
+            }
+        self.engine = Engine(
+            "off",
+            AUDIT | {"AUDIT_STORE": store},
+            MODEL,
+            kv_transfer_config=connector,
+            **ARGUMENTS,
+            **arguments,
+        )
+        self.worker = HostSpec.last
+        self.change: Change | None = None
+        # Of the last load of states by group: the blocks, what was in them, and what
+        # was loaded.
+        self.blocks: dict[int, int] = {}
+        self.before: dict[int, list[torch.Tensor]] = {}
+        self.loaded: dict[int, list[torch.Tensor]] = {}
+        self.stale: dict[int, list[torch.Tensor]] = {}
+        self._groups: dict[int, int] = {}
+        self._load, self._bring = self.worker.submit_load, self.worker.bring
+        self.worker.submit_load = self._submit_load  # type: ignore[method-assign]
+        self.worker.bring = self._bring_block  # type: ignore[method-assign]
+        self.stores_text = store != "shared"
+        is_followed = self.engine.audit.audit.loads is Loads.KNOWN
+        self.verified = {"verified": NUM_STATES + (0 if is_followed else NUM_SLOTS)}
+
+    def _submit_load(self, job_id: int, source: Any, to: Any) -> bool:
+        """Groups have their blocks one after the other."""
+        ids = iter(to.block_ids.tolist())
+        self._groups = {
+            next(ids): group
+            for group, size in enumerate(to.group_sizes)
+            for _ in range(size)
+        }
+        return self._load(job_id, source, to)
+
+    def _bring_block(self, block: int, chunk: int) -> None:
+        tensors, group = self.worker.tensors, self._groups[block]
+        before = [tensor[block].clone() for tensor in tensors]
+        self._bring(block, chunk)
+        if group < len(LAYERS):
+            self.blocks[group], self.before[group] = block, before
+            self.loaded[group] = [tensor[block].clone() for tensor in tensors]
+            if self.change is not None:
+                self.change(self, block, group)
+
+    def ask(
+        self,
+        *texts: Sequence[int],
+        num_loaded: int | None = None,
+        resets: bool = True,
+    ) -> dict[str, int]:
+        """Asks for each text, with nothing in the cache of the engine. Returns the rise
+        of the audit's counts."""
+        before = self.totals()
+        if resets:
+            self.engine.llm.reset_prefix_cache()
+        num_before = self.worker.num_loaded
+        requests = [Request(f"r{n}", tuple(text), 4) for n, text in enumerate(texts)]
+        self.result = run(self.engine, requests)
+        if num_loaded is not None:
+            assert self.worker.num_loaded - num_before == num_loaded
+        after = self.totals()
+        rise = {name: n - before.get(name, 0) for name, n in after.items()}
+        return {name: n for name, n in rise.items() if n and name != "steps"}
+
+    def totals(self) -> dict[str, int]:
+        return dict(self.engine.audit.findings.totals())
+
+    def store(self, *texts: Sequence[int]) -> list[list[int]]:
+        """Stores these texts, or a new one."""
+        stored = [list(text) for text in texts or [prompt(next(seeds), LENGTH)]]
+        assert self.ask(*stored, num_loaded=0) == {}
+        return stored
+
+    def found(self) -> list[Finding]:
+        found = self.engine.take_findings()
+        self.engine.audit.findings.last.clear()
+        return found
+
+
+WORLDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "own": ("own", {"speculative_config": None}),
+    "shared": ("shared", {"speculative_config": None}),
+    "several": ("own", {"speculative_config": None, "is_among_several": True}),
+    "speculative": ("own", {}),
+}
+_worlds: dict[str, World] = {}
+
+
+def world_of(name: str) -> World:
+    if name not in _worlds:
+        store, arguments = WORLDS[name]
+        _worlds[name] = World(store, **arguments)
+    return _worlds[name]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def worlds_end() -> Iterator[None]:
+    yield
+    _worlds.clear()
+
+
+@pytest.fixture(params=WORLDS)
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    world = world_of(request.param)
+    yield world
+    world.change = None
+    world.engine.llm.reset_prefix_cache(reset_connector=True)
+    world.found()
+
+
+def only(*names: str) -> Any:
+    return pytest.mark.parametrize("world", names, indirect=True)
+
+
+# --- silence --------------------------------------------------------------------------
+
+
+def test_what_was_stored_is_verified(world: World) -> None:
+    (text,) = world.store()
+    for _ in range(2):
+        assert world.ask(text, num_loaded=5) == world.verified
+    assert world.found() == []
+
+
+def test_a_load_behind_a_local_hit_is_verified(world: World) -> None:
+    (text,) = world.store()
+    world.ask(text[: BLOCK + 5], num_loaded=4)
+    rise = world.ask(text, num_loaded=4, resets=False)
+    assert rise["verified"] == world.verified["verified"] % BLOCK + (
+        BLOCK if world.verified["verified"] > BLOCK else 0
+    )
+    # What was loaded is found in the cache.
+    assert world.ask([*text, 5], num_loaded=0, resets=False) == {}
+    assert world.found() == []
+
+
+@only("own", "several")
+def test_two_requests_load_at_once(world: World) -> None:
+    texts = world.store(*(prompt(next(seeds), LENGTH) for _ in range(3)))
+    both = world.ask(*texts, texts[0], num_loaded=15)
+    assert both["verified"] >= 3 * world.verified["verified"]
+    assert both.keys() == {"verified"}
+    assert world.found() == []
+
+
+@only("speculative")
+@pytest.mark.parametrize("num_right", [0, 3])
+def test_each_version_of_a_text_is_verified(world: World, num_right: int) -> None:
+    """Drafts pass the end of the second block; then the text is a prompt."""
+    request = Request("long", tuple(prompt(next(seeds), 560)), 40)
+    tokens = run(world.engine, [request]).tokens["long"]
+    text = {"long": [*request.prompt, *tokens]}
+    for _ in range(2):
+        assert world.engine.llm.reset_prefix_cache(reset_connector=True)
+        run(world.engine, [request], passing(num_right), text)
+        world.engine.llm.reset_prefix_cache()
+        assert world.ask([*text["long"][:590], 9], num_loaded=5) == world.verified
+        assert world.engine.llm.reset_prefix_cache(reset_connector=True)
+        world.store(text["long"][:590])
+        assert world.ask(text["long"][:590], num_loaded=5) == world.verified
+    assert world.found() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("own", {"num_gpu_blocks_override": 18}),
+        ("several", {"num_gpu_blocks_override": 18}),
+        ("speculative", {"num_gpu_blocks_override": 36}),
+    ],
+)
+def test_eviction_preemption_and_aborts_are_silent(
+    name: str, arguments: dict[str, Any]
+) -> None:
+    """With few blocks, all are used again and again, by other groups, too."""
+    store, more = WORLDS[name]
+    few = World(store, **more, **arguments)
+    text = prompt(1, 700)
+    requests = [
+        Request(
+            f"q{n}",
+            (*(text, (7,) * 700)[n // 2 % 2][: 300 + 150 * (n % 3)], *[n] * (n % 2)),
+            30,
+            at=3 * n,
+            abort_at=3 * n + 9 if n % 8 == 3 else None,
+            abort_during=3 * n + 8 if n % 8 == 6 else None,
+        )
+        for n in range(24)
+    ]
+    texts = {one.name: [*one.prompt, *[7] * 40] for one in requests}
+    result: Result = run(few.engine, requests, texts=texts)
+    whole = [one for one in requests if one.abort_at == one.abort_during is None]
+    assert result.num_preemptions > 0
+    assert num_resumed_by_hit(whole, result) > 0
+    assert few.worker.num_loaded > 0
+    assert few.totals()["verified"] > 0
+    assert few.found() == []
+
+
+@only("shared")
+def test_a_store_of_an_earlier_life_gives_no_false_alarm(world: World) -> None:
+    """Texts that end alike may have the same states. Nothing is known of the second."""
+    texts = world.store((7,) * LENGTH, (*prompt(3, BLOCK), *(7,) * (LENGTH - BLOCK)))
+    world.ask(texts[1], num_loaded=5)
+    for digests in world.engine.audit.audit.outbox.digests[1:]:
+        assert not digests.is_own
+        digests._texts.popitem()
+        digests._computed.popitem()
+    rise = world.ask(texts[1], num_loaded=5)
+    assert rise == {"unverified": NUM_STATES}
+    assert world.found() == []
+
+
+# --- planted faults -------------------------------------------------------------------
+
+
+def changed(world: World, block: int) -> None:
+    caches(world.engine, 1)[1][block] += 1
+
+
+def shifted(world: World, block: int) -> None:
+    buffer = caches(world.engine, 1)[0][block]
+    buffer.copy_(buffer.roll(1, dims=0))
+
+
+def zeroed(world: World, block: int) -> None:
+    world.worker.tensors[1][block] = 0
+
+
+def left_out(world: World, block: int) -> None:
+    """The one layer's state."""
+    world.worker.tensors[1][block] = world.before[1][1]
+
+
+def misplaced(world: World, block: int) -> None:
+    """It goes to a block of another group."""
+    world.worker.tensors[1][world.blocks[0]] = world.loaded[1][1]
+    left_out(world, block)
+
+
+def stale(world: World, block: int) -> None:
+    """It comes from what was loaded before this."""
+    world.worker.tensors[1][block] = world.stale[1][1]
+
+
+BOTH = {"conv", "temporal"}
+# Of a store of this engine's own, and of any.
+FAULTS: dict[Callable[[World, int], None], tuple[str, set[str], str | None]] = {
+    changed: ("handed_on", {"temporal"}, None),
+    shifted: ("handed_on", {"conv"}, None),
+    zeroed: ("never_loaded", BOTH, "never_loaded"),
+    left_out: ("never_loaded", BOTH, "never_loaded"),
+    misplaced: ("never_loaded", BOTH, "never_loaded"),
+    stale: ("other_text", BOTH, "other_text"),
+}
+
+
+@pytest.mark.parametrize("length", [LENGTH, BLOCK + 20])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_wrong_load_is_named(
+    world: World, fault: Callable[[World, int], None], length: int
+) -> None:
+    """In the first step of the request that reads it. length: of what was loaded
+    before: another text, or this one's first block."""
+    (text,) = world.store()
+    if length == LENGTH:
+        (other,) = world.store()
+        world.ask(other)
+    else:
+        world.ask(text[:length])
+    world.stale = dict(world.loaded)
+    assert world.found() == []
+
+    def change(world: World, block: int, group: int) -> None:
+        if group == 1:
+            fault(world, block)
+
+    world.change = change
+    rise = world.ask(text, num_loaded=5)
+    findings = world.found()
+    of_own, states, of_shared = FAULTS[fault]
+    kind = of_own if world.stores_text else of_shared
+    if kind is None:
+        assert findings == []
+        num_rest = NUM_STATES - len(states)
+        assert rise == {"unverified": len(states), "verified": num_rest}
+        return
+    assert [one.kind for one in findings] == [kind] * len(states)
+    assert {one.state for one in findings} == states
+    for one in findings:
+        assert (one.group, one.layer, one.num_layers) == (1, LAYERS[1], 1)
+        assert (one.block, one.position) == (world.blocks[1], NUM_SLOTS - 1)
+        assert one.owner is not None
+        assert request_name(one.owner) == "r0"
+        assert one.slot is None
+    num_right = world.verified["verified"] - len(states)
+    assert rise == {kind: len(states), "verified": num_right}
+
+
+def test_a_copy_of_what_was_loaded_that_is_left_out_is_named(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (text,) = world.store()
+    context = mamba_utils.MambaSpecDecodeGPUContext
+    monkeypatch.setattr(context, "run_fused_precopy", lambda *_, **__: None)
+    monkeypatch.setattr(mamba_utils, "do_mamba_copy_block", lambda buffers: None)
+    world.ask(text, num_loaded=5)
+    findings = [one for one in world.found() if one.position == NUM_SLOTS]
+    assert {(one.kind, one.state, one.num_layers) for one in findings} == {
+        ("changed_state", "conv", 3),
+        ("changed_state", "temporal", 3),
+    }
+    assert not {one.block for one in findings} & {*world.blocks.values()}
