@@ -6,8 +6,9 @@ where the audit sees no transfers and goes by what the scheduler asks for.
 Texts are stored by their first requests; the cache is reset, and they are loaded.
 Faults are put into what a load brings.
 
-Not covered: the V2 runner and GPUs, hits inside a block, layers that share memory with
-those of other groups.
+Groups share the memory of their layers, as in larger models: a block is of one group.
+
+Not covered: the V2 runner and GPUs, hits inside a block.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class World:
         self._load, self._bring = self.worker.submit_load, self.worker.bring
         self.worker.submit_load = self._submit_load  # type: ignore[method-assign]
         self.worker.bring = self._bring_block  # type: ignore[method-assign]
-        self.stores_text = store != "shared"
+        self.is_own = store == "own"
         is_followed = self.engine.audit.audit.loads is Loads.KNOWN
         self.verified = {"verified": NUM_STATES + (0 if is_followed else NUM_SLOTS)}
 
@@ -185,7 +186,6 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     world = world_of(request.param)
     yield world
     world.change = None
-    world.engine.llm.reset_prefix_cache(reset_connector=True)
     world.found()
 
 
@@ -207,9 +207,8 @@ def test_a_load_behind_a_local_hit_is_verified(world: World) -> None:
     (text,) = world.store()
     world.ask(text[: BLOCK + 5], num_loaded=4)
     rise = world.ask(text, num_loaded=4, resets=False)
-    assert rise["verified"] == world.verified["verified"] % BLOCK + (
-        BLOCK if world.verified["verified"] > BLOCK else 0
-    )
+    num_local = BLOCK if world.verified["verified"] > NUM_STATES else 0
+    assert rise == {"verified": world.verified["verified"] - num_local}
     # What was loaded is found in the cache.
     assert world.ask([*text, 5], num_loaded=0, resets=False) == {}
     assert world.found() == []
@@ -305,23 +304,23 @@ def shifted(world: World, block: int) -> None:
 
 
 def zeroed(world: World, block: int) -> None:
-    world.worker.tensors[1][block] = 0
+    world.worker.tensors[0][block] = 0
 
 
 def left_out(world: World, block: int) -> None:
-    """The one layer's state."""
-    world.worker.tensors[1][block] = world.before[1][1]
+    """Those of one layer."""
+    world.worker.tensors[0][block] = world.before[1][0]
 
 
 def misplaced(world: World, block: int) -> None:
-    """It goes to a block of another group."""
-    world.worker.tensors[1][world.blocks[0]] = world.loaded[1][1]
+    """It goes to the block of the first group."""
+    world.worker.tensors[0][world.blocks[0]] = world.loaded[1][0]
     left_out(world, block)
 
 
 def stale(world: World, block: int) -> None:
     """It comes from what was loaded before this."""
-    world.worker.tensors[1][block] = world.stale[1][1]
+    world.worker.tensors[0][block] = world.stale[1][0]
 
 
 BOTH = {"conv", "temporal"}
@@ -360,21 +359,31 @@ def test_a_wrong_load_is_named(
     rise = world.ask(text, num_loaded=5)
     findings = world.found()
     of_own, states, of_shared = FAULTS[fault]
-    kind = of_own if world.stores_text else of_shared
+    kind = of_own if world.is_own else of_shared
+    if fault in (left_out, misplaced) and world is world_of("speculative"):
+        kind = "handed_on"  # windows leave states of which there is no record
+    num_right = world.verified["verified"] - len(states)
+    if fault is misplaced:
+        others = [one for one in findings if one.group == 0]
+        findings = [one for one in findings if one.group == 1]
+        assert {one.kind for one in others} == ({"handed_on"} if world.is_own else set())
+        assert len(others) + rise.pop("unverified", 0) == len(states)
+        num_right -= len(states)
+        rise = {kind: len(states), "verified": rise["verified"]}
     if kind is None:
         assert findings == []
-        num_rest = NUM_STATES - len(states)
-        assert rise == {"unverified": len(states), "verified": num_rest}
+        assert rise == {"unverified": len(states), "verified": num_right}
         return
     assert [one.kind for one in findings] == [kind] * len(states)
     assert {one.state for one in findings} == states
+    where = (None, 0) if kind == "other_text" else (LAYERS[1], 1)
     for one in findings:
-        assert (one.group, one.layer, one.num_layers) == (1, LAYERS[1], 1)
-        assert (one.block, one.position) == (world.blocks[1], NUM_SLOTS - 1)
+        assert (one.group, one.layer, one.num_layers) == (1, *where)
+        assert (one.block, one.slot) == (world.blocks[1], None)
+        assert one.position == NUM_SLOTS - 1
         assert one.owner is not None
         assert request_name(one.owner) == "r0"
-        assert one.slot is None
-    num_right = world.verified["verified"] - len(states)
+        assert kind != "other_text" or one.writer.request is not None
     assert rise == {kind: len(states), "verified": num_right}
 
 

@@ -72,7 +72,7 @@ struct Seat {
   int64_t loads;       // Loads: whether its hit may come from a KV connector
   uint64_t seed;       // H in front of its first position
   int64_t num_features;
-  int64_t last_of_hit;  // the token at hit_length - 1
+  int64_t last_of_hit;  // the token at hit_length - 1; -1: a place in an image
 };
 static_assert(sizeof(Seat) == 72, "a Seat is a row of seats");
 

@@ -90,19 +90,21 @@ struct StateSeat {
 static_assert(sizeof(StateSeat) == 224, "a StateSeat is a row of state_seats");
 
 // What a block's states were when they were last recorded. A row of `state_records`,
-// int64 [num_state_blocks, 3].
+// int64 [num_state_blocks, 4].
 struct StateRecord {
   uint64_t hash;       // H of the text in it (audit.h)
   int32_t generation;  // of the request that wrote; 0: not known
   int32_t length;      // tokens of the text
   int32_t step;
   int32_t opaque;  // its text is not known; or kLoadedState
+  int32_t last_token;  // of the text; -1: not known, or a place in an image
+  int32_t unused;
 
   NWOR_HOST_DEVICE bool is_known() const {
     return generation != 0 && opaque != kLoadedState;
   }
 };
-static_assert(sizeof(StateRecord) == 24, "a StateRecord is a row of state_records");
+static_assert(sizeof(StateRecord) == 32, "a StateRecord is a row of state_records");
 
 // What is found out about one state of a request in a step. A row of `verdicts`, int64
 // [num_seats, num_states, 6].

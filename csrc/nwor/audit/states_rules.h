@@ -480,7 +480,6 @@ struct ReadStates : StatesPass {
                                   uint64_t found) const {
     const State& state = states[s];
     const StateRecord& before = state_records[source];
-    const int32_t last = last_tokens[state.group * num_state_blocks + source];
     const uint64_t there = read_at(team, state, source);
     const bool is_same = there == boundary_of(source, s);
     team.warp_sync();
@@ -488,7 +487,8 @@ struct ReadStates : StatesPass {
       boundary_of(source, s) = there;  // for later hits: adopt_boundary
     }
     if (is_same && before.generation != 0 && before.opaque == kLoadedState &&
-        before.hash != seat.hash && last >= 0 && last != seat.last_of_hit) {
+        !seat.opaque && before.last_token >= 0 &&
+        before.last_token != seat.last_of_hit) {
       return {kNeverLoaded, before.generation, before.length, before.step, start};
     }
     return {found == there ? int64_t{-1} : int64_t{kChangedState}, 0, -1, 0};
@@ -760,7 +760,7 @@ struct WrittenStates : StatesPass {
       const uint64_t hash = seat.opaque ? 0 : last.hash;
       send_digest(team, rows, g, 0,
                   {hash, held.block, held.length - 1, seat.generation, 0,
-                   static_cast<uint64_t>(last.token), step});
+                   static_cast<uint64_t>(last.token < 0 ? -1 : last.token), step});
     }
     const StateSeat& before = state_seats[rows.seat];
     const bool is_hit = before.generation != seat.generation || before.length != start;
@@ -840,9 +840,14 @@ struct WrittenStates : StatesPass {
   }
 
   NWOR_RULE static StateRecord record_of(const Seat& seat, uint64_t hash,
-                                         int64_t length, int64_t step) {
-    return {hash, static_cast<int32_t>(seat.generation), static_cast<int32_t>(length),
-            static_cast<int32_t>(step), static_cast<int32_t>(seat.opaque)};
+                                         int64_t length, int64_t step, int64_t last) {
+    return {hash,
+            static_cast<int32_t>(seat.generation),
+            static_cast<int32_t>(length),
+            static_cast<int32_t>(step),
+            static_cast<int32_t>(seat.opaque),
+            seat.opaque || last < 0 ? -1 : static_cast<int32_t>(last),
+            0};
   }
 
   // By one thread: a state of unknown origin that a request found counts as that of its
@@ -851,9 +856,8 @@ struct WrittenStates : StatesPass {
     const int64_t source = source_of(rows, g, start);
     const Seat& seat = seats[rows.seat];
     if (source > 0 && !state_records[source].is_known()) {
-      state_records[source] = record_of(seat, seat.hash, start, step);
-      last_tokens[g * num_state_blocks + source] =
-          static_cast<int32_t>(seat.last_of_hit);
+      state_records[source] =
+          record_of(seat, seat.hash, start, step, seat.last_of_hit);
     }
   }
 
@@ -867,7 +871,8 @@ struct WrittenStates : StatesPass {
     }
     const Seat& seat = seats[rows.seat];
     const PlanRow& last = plan[rows.begin + held.length - start - 1];
-    state_records[held.block] = record_of(seat, last.hash, held.length, step);
+    state_records[held.block] =
+        record_of(seat, last.hash, held.length, step, last.token);
     last_tokens[g * num_state_blocks + held.block] = last.token;
     // Some layers also write a state from inside a chunk, to the block before.
     const int64_t before = (held.length - 1) / boundary_tokens * boundary_tokens;

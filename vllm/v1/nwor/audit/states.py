@@ -183,7 +183,7 @@ class States:
     have. caches: the tensors. tables: StateTables of states.h, int64, cpu. totals: [2]
     int64, device: samples that were compared, and that were read without being known.
     last_tokens: [num_groups, num_blocks] int32, device: as in StateTables. records:
-    [num_blocks, 3] int64, device: StateRecord, of no block if states are not in the
+    [num_blocks, 4] int64, device: StateRecord, of no block if states are not in the
     prefix cache. step_bytes: of states, read in a step whose requests all have the most
     drafts. has_rings_alone: nothing is read from vLLM's metadata. boundaries: of the
     prefix cache. digests_shape: of AuditStatesWrittenArgs::digests_to.
@@ -279,7 +279,6 @@ class States:
         if len(self.records):
             self.records[to] = self.records[source]
             self._boundaries[to] = self._boundaries[source]
-            self.last_tokens[:, to] = self.last_tokens[:, source]
 
     def forget(self, blocks: Sequence[int]) -> None:
         """What these blocks hold is not known: a KV connector fills them. What they
