@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +43,9 @@ from tests.integration.test_boundary_states import (
     run,
 )
 from vllm_nwor.audit.findings import Finding
+from vllm_nwor.audit.states import boundaries_of
+from vllm_nwor.hooks import states
+from vllm_nwor.hooks.connectors import FollowedLoads
 from vllm_nwor.layout.caches import Loads
 
 if not hasattr(mamba_utils.MambaSpecDecodeGPUContext, "run_fused_precopy"):
@@ -401,3 +406,33 @@ def test_a_copy_of_what_was_loaded_that_is_left_out_is_named(
         ("changed_state", "temporal", 3),
     }
     assert not {one.block for one in findings} & {*world.blocks.values()}
+
+
+# --- what is not known ----------------------------------------------------------------
+
+
+def test_layers_that_write_inside_a_chunk_have_more_versions() -> None:
+    """So another one than those that were recorded is no fault."""
+    runner = world_of("own").engine.runner
+    group = runner.kv_cache_config.kv_cache_groups[0]
+    for number in (0, 1):
+        spec = replace(group.kv_cache_spec, num_prefill_checkpoint_blocks=number)
+        of = SimpleNamespace(kv_cache_spec=spec, layer_names=group.layer_names)
+        found = states._group(runner, 0, of)
+        assert {one.is_own for one in boundaries_of([found])} == {number == 0}
+
+
+@only("own")
+def test_a_request_that_does_not_know_what_was_loaded(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a load that vLLM completes in the step of the request, with several
+    groups."""
+    (text,) = world.store()
+    monkeypatch.setattr(FollowedLoads, "num_local", lambda *_: None)
+    audit = world.engine.audit.audit
+    monkeypatch.setattr(audit, "loads", Loads.UNKNOWN)
+    world.change = lambda world, block, group: changed(world, block)
+    rise = world.ask(text, num_loaded=5)
+    assert rise["unverified"] >= NUM_STATES
+    assert world.found() == []
