@@ -371,7 +371,9 @@ def test_a_wrong_load_is_named(
     if fault is misplaced:
         others = [one for one in findings if one.group == 0]
         findings = [one for one in findings if one.group == 1]
-        assert {one.kind for one in others} == ({"handed_on"} if world.is_own else set())
+        assert {one.kind for one in others} == (
+            {"handed_on"} if world.is_own else set()
+        )
         assert len(others) + rise.pop("unverified", 0) == len(states)
         num_right -= len(states)
         rise = {kind: len(states), "verified": rise["verified"]}

@@ -654,7 +654,9 @@ def test_a_batch_of_more_requests_than_seats_is_refused(device):
 
 def test_digests_of_another_shape_are_refused(device):
     world = verified(device)
-    to = torch.zeros((2, NUM_SEATS, world.states.digests_shape[2], 8), dtype=torch.int64)
+    to = torch.zeros(
+        (2, NUM_SEATS, world.states.digests_shape[2], 8), dtype=torch.int64
+    )
     world.digests_to = to
     columns = world.states.digests_shape[3]
     said = rf"digests_to has shape \[.*, 8\]; dimension 3 must be {columns}, a digest"

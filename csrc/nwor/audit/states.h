@@ -96,7 +96,7 @@ struct StateRecord {
   int32_t generation;  // of the request that wrote; 0: not known
   int32_t length;      // tokens of the text
   int32_t step;
-  int32_t opaque;  // its text is not known; or kLoadedState
+  int32_t opaque;      // its text is not known; or kLoadedState
   int32_t last_token;  // of the text; -1: not known, or a place in an image
   int32_t unused;
 

@@ -476,8 +476,7 @@ struct ReadStates : StatesPass {
   // a text with another last token, and what is read is a copy.
   template <typename Team>
   NWOR_RULE Verdict judge_unknown(Team& team, int64_t s, const Seat& seat,
-                                  int64_t source, int64_t start,
-                                  uint64_t found) const {
+                                  int64_t source, int64_t start, uint64_t found) const {
     const State& state = states[s];
     const StateRecord& before = state_records[source];
     const uint64_t there = read_at(team, state, source);
@@ -856,8 +855,7 @@ struct WrittenStates : StatesPass {
     const int64_t source = source_of(rows, g, start);
     const Seat& seat = seats[rows.seat];
     if (source > 0 && !state_records[source].is_known()) {
-      state_records[source] =
-          record_of(seat, seat.hash, start, step, seat.last_of_hit);
+      state_records[source] = record_of(seat, seat.hash, start, step, seat.last_of_hit);
     }
   }
 

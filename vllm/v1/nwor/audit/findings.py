@@ -38,8 +38,8 @@ logger = logging.getLogger("vllm.v1.nwor")
 
 # For each group where findings go, and where digests go, if the group takes any.
 Places = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
-# These, where digests of recurrent states go, if any do, and when all are there; None on
-# the CPU.
+# These, where digests of recurrent states go, if any do, and when all are there: None
+# on the CPU.
 Slot = tuple[Places, torch.Tensor | None, torch.cuda.Event | None]
 
 CLASSES = tuple(FINDINGS)
@@ -91,7 +91,8 @@ class Finding:
 
     state, column: only of recurrent states: temporal or conv, and the column that was
     read or written, in `block`, which has no slots. expected, found: how many tokens
-    are in the state. Of a ring: its row; positions of the tokens that have it.
+    are in the state. Of a ring: its row; positions of the tokens that have it. Of a
+    state that a load brought (handed_on, other_text) there is no column.
     """
 
     kind: str

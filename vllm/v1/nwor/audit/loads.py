@@ -20,6 +20,10 @@ Two computations of one text may differ in their bytes, so that another digest a
 no fault: rule 4 needs a store that was empty when the engine started. Rule 2 holds for
 any store: blocks of other tokens are not equal in all layers. Where two computed ones
 are, equality proves nothing, and the digest is kept for neither.
+
+Recurrent states of the prefix cache are judged so, too. Their digest is their samples
+(states.h), and "other tokens" is another last token: states may be equal behind the
+same last ones.
 """
 
 from __future__ import annotations
