@@ -47,6 +47,7 @@ from vllm_nwor.audit.states import boundaries_of
 from vllm_nwor.hooks import states
 from vllm_nwor.hooks.connectors import FollowedLoads
 from vllm_nwor.layout.caches import Loads
+from vllm_nwor.step import Transfer
 
 if not hasattr(mamba_utils.MambaSpecDecodeGPUContext, "run_fused_precopy"):
     pytest.skip("this vLLM copies by other functions", allow_module_level=True)
@@ -216,6 +217,17 @@ def test_a_load_behind_a_local_hit_is_verified(world: World) -> None:
     assert rise == {"verified": world.verified["verified"] - num_local}
     # What was loaded is found in the cache.
     assert world.ask([*text, 5], num_loaded=0, resets=False) == {}
+    assert world.found() == []
+
+
+@only("own")
+def test_a_load_of_what_was_there_is_verified(world: World) -> None:
+    """As where the block is the one that had it."""
+    (text,) = world.store()
+    world.ask(text, num_loaded=5)
+    blocks = [[world.blocks[group]] for group in range(len(LAYERS))]
+    world.engine.audit.audit.on_transfer(Transfer([*blocks, []], None, fills=True))
+    assert world.ask(text, num_loaded=0, resets=False) == {"verified": NUM_STATES}
     assert world.found() == []
 
 
