@@ -66,8 +66,9 @@ TESTS = (
     "tests/simulation",
     "tests/kernels/test_state_kinds.py",
     "tests/unit/test_report.py",
-    "tests/integration/test_states.py",  # with engines, these two; last
+    "tests/integration/test_states.py",  # with engines, these three; last
     "tests/integration/test_boundary_states.py",
+    "tests/integration/test_stored_states.py",
 )
 SELFTEST = ("-m vllm_nwor.audit --selftest",)
 CUDA_TESTS = ("tests/kernels/test_validation.py", "tests/kernels/test_transaction.py")

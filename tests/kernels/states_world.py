@@ -114,6 +114,7 @@ class World:
         about = NUM_SEATS, MAX_TOKENS, False, memory
         self.group = AuditedGroup(of_group, [], *about)
         self.requests = Requests(NUM_SEATS)
+        self.digests_to: torch.Tensor | None = None
         self.running: dict[str, Request] = {}
         self.free = list(range(1, shape.num_blocks))
         self.step_number = 0
@@ -293,7 +294,7 @@ class World:
         expected += self.reference.written(batch, self._pages())
         about = self.states.tables, table, *self._acceptance(batch, rejects)
         with self._unchanged():
-            self.lib.audit_states_written(*rows, *about)
+            self.lib.audit_states_written(*rows, *about, self.digests_to)
         del kept_alive, found
         for name, work in works.items():
             request = self.running[name]

@@ -647,6 +647,18 @@ def test_a_batch_of_more_requests_than_seats_is_refused(device):
     metadata = torch.zeros((2, 8), dtype=torch.int64)
     about = *rows, table, NUM_SEATS + 1, 0, 1, world.states.tables, metadata
     said = "num_reqs is 4; must be at most 3, the seats"
-    for op, more in (("read", ()), ("written", (None, None, 0, None))):
+    for op, more in (("read", ()), ("written", (None, None, 0, None, None))):
         with pytest.raises(RuntimeError, match=f"^audit_states_{op}: {said}$"):
             getattr(world.lib, f"audit_states_{op}")(*about, *more)
+
+
+def test_digests_of_another_shape_are_refused(device):
+    world = verified(device)
+    to = torch.zeros(
+        (2, NUM_SEATS, world.states.digests_shape[2], 8), dtype=torch.int64
+    )
+    world.digests_to = to
+    columns = world.states.digests_shape[3]
+    said = rf"digests_to has shape \[.*, 8\]; dimension 3 must be {columns}, a digest"
+    with pytest.raises(RuntimeError, match=f"^audit_states_written: {said}"):
+        world.step(NEXT)

@@ -62,7 +62,7 @@ static_assert(sizeof(SlotRecord) == 32, "a SlotRecord is a row of records");
 // load fills are kSlotLoaded. Unknown: any slot of a hit may have been filled.
 enum Loads : int64_t { kNoLoads, kKnownLoads, kUnknownLoads };
 
-// A row of `seats`, int64 [num_seats, 8]: a request in the batch.
+// A row of `seats`, int64 [num_seats, 9]: a request in the batch.
 struct Seat {
   uint64_t hash;  // H of its last committed position
   int64_t length;
@@ -72,8 +72,9 @@ struct Seat {
   int64_t loads;       // Loads: whether its hit may come from a KV connector
   uint64_t seed;       // H in front of its first position
   int64_t num_features;
+  int64_t last_of_hit;  // the token at hit_length - 1; -1: a place in an image
 };
-static_assert(sizeof(Seat) == 64, "a Seat is a row of seats");
+static_assert(sizeof(Seat) == 72, "a Seat is a row of seats");
 
 // Positions [begin, end) of a text that hold an image, or another input that is not
 // tokens. A row of `features`, int64 [num_seats * kMaxFeatures, 3].

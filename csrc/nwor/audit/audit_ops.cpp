@@ -152,7 +152,7 @@ void audit_seat(Tensor tables, Tensor tokens, int64_t seat, int64_t generation,
                      of_hit,
                      seat,
                      {0, 0, generation, opaque ? 1 : 0, length, loads,
-                      static_cast<uint64_t>(seed), num_features},
+                      static_cast<uint64_t>(seed), num_features, -1},
                      {}};
   std::copy_n(reinterpret_cast<const Feature*>(of_host), num_features,
               args.fresh_features);
@@ -282,13 +282,27 @@ void audit_states_written(Tensor tables, Tensor row_seats, Tensor query_start_lo
                           int64_t step, Tensor state_tables, Tensor metadata,
                           OptionalTensor cu_num_logits,
                           OptionalTensor sampled_token_ids, int64_t vocab_size,
-                          OptionalTensor num_rejected) {
+                          OptionalTensor num_rejected, OptionalTensor digests_to) {
   const Call call = call_of("audit_states_written", tables);
   const AuditStep of_step = step_of(call, row_seats, query_start_loc, block_table,
                                     num_reqs, num_tokens, step);
   AuditStatesWrittenArgs args{states_of(call, of_step, state_tables, metadata)};
   set_acceptance(call, args, cu_num_logits, sampled_token_ids, vocab_size,
                  num_rejected);
+  if (digests_to.has_value()) {
+    const char* const op = call.op();
+    args.digests_to = on_host<int64_t>(op, "digests_to", *digests_to, 4);
+    const int64_t num_columns = sizeof(BlockDigest) / 8 + args.max_in_group;
+    call.size_is("digests_to", *digests_to, 0, 2, "written and loaded");
+    call.size_is("digests_to", *digests_to, 1, args.num_seats, "the seats");
+    call.size_is("digests_to", *digests_to, 2, args.num_recurrent, "the groups");
+    call.size_is("digests_to", *digests_to, 3, num_columns, "a digest and samples");
+#ifdef NWOR_CUDA
+    if (call.on_cuda()) {
+      check_device_sees(op, "digests_to", args.digests_to);
+    }
+#endif
+  }
   NWOR_DISPATCH(call, args, audit);
 }
 

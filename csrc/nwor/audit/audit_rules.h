@@ -288,6 +288,11 @@ struct SeatRequest : AuditSeatArgs {
       seats[seat] = fresh;
       seats[seat].hash = hash;
       seats[seat].length = length;
+      if (length > 0) {
+        const int32_t last =
+            text_at(fresh_features, fresh.num_features, tokens[length - 1], length - 1);
+        seats[seat].last_of_hit = last < 0 ? -1 : last;
+      }
     }
   }
 };

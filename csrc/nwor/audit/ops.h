@@ -33,7 +33,7 @@ void audit_states_written(Tensor tables, Tensor row_seats, Tensor query_start_lo
                           int64_t step, Tensor state_tables, Tensor metadata,
                           OptionalTensor cu_num_logits,
                           OptionalTensor sampled_token_ids, int64_t vocab_size,
-                          OptionalTensor num_rejected);
+                          OptionalTensor num_rejected, OptionalTensor digests_to);
 
 // By name.
 // clang-format off

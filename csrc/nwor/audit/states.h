@@ -40,6 +40,8 @@ constexpr int64_t kMaxStates = 640;
 // text, or of one that ends inside an image.
 constexpr int32_t kNoToken = -1;
 constexpr int32_t kUnknownToken = -2;
+// StateRecord::opaque: a KV connector was to fill the block since.
+constexpr int32_t kLoadedState = 2;
 
 // One state of one layer. A row of `states`, int64 [num_states, 42]; sizes in bytes.
 struct State {
@@ -88,15 +90,21 @@ struct StateSeat {
 static_assert(sizeof(StateSeat) == 224, "a StateSeat is a row of state_seats");
 
 // What a block's states were when they were last recorded. A row of `state_records`,
-// int64 [num_state_blocks, 3].
+// int64 [num_state_blocks, 4].
 struct StateRecord {
   uint64_t hash;       // H of the text in it (audit.h)
   int32_t generation;  // of the request that wrote; 0: not known
   int32_t length;      // tokens of the text
   int32_t step;
-  int32_t opaque;  // its text is not known
+  int32_t opaque;      // its text is not known; or kLoadedState
+  int32_t last_token;  // of the text; -1: not known, or a place in an image
+  int32_t unused;
+
+  NWOR_HOST_DEVICE bool is_known() const {
+    return generation != 0 && opaque != kLoadedState;
+  }
 };
-static_assert(sizeof(StateRecord) == 24, "a StateRecord is a row of state_records");
+static_assert(sizeof(StateRecord) == 32, "a StateRecord is a row of state_records");
 
 // What is found out about one state of a request in a step. A row of `verdicts`, int64
 // [num_seats, num_states, 6].
@@ -189,6 +197,11 @@ struct AuditStatesWrittenArgs : StatesArgs {
   static constexpr const char* kOp = "audit_states_written";
   const int32_t* cu_num_logits = nullptr;  // [num_reqs], or nullptr: no drafts
   Acceptance acceptance{};
+  // [2, num_seats, num_recurrent, 7 + max_in_group], by batch row, memory that the host
+  // reads, or nullptr: of boundaries that the step has left, and of those that requests
+  // found where a KV connector was to fill them, a BlockDigest and the samples. A row
+  // is of this step if is_known is its number. tokens: the last one of the text.
+  int64_t* digests_to = nullptr;
 };
 
 }  // namespace nwor

@@ -320,8 +320,10 @@ struct StatesPass : StatesArgs {
       const Place& place = places[states[first].group];
       const int64_t g = states[first].group, owner = seats[rows.seat].generation;
       if (of.boundary > 0) {
+        // The host knows layers of this class by their columns of `contents`.
+        const int64_t layer = first + (of.kind == kNeverLoaded ? num_columns : 0);
         report(*this, {step, of.kind, owner, of.boundary - 1,
-                       block_before(g, rows.request, of.boundary), first, number,
+                       block_before(g, rows.request, of.boundary), layer, number,
                        of.generation, of.step, of.boundary, of.length});
         continue;
       }
@@ -447,16 +449,16 @@ struct ReadStates : StatesPass {
     if (source == 0 && seat.loads == kNoLoads) {
       return {kStateLost, 0, -1, 0, start};
     }
-    const bool is_recorded = source > 0 && state_records[source].generation != 0;
+    const bool is_recorded = source > 0 && state_records[source].is_known();
     if (team.lane() == 0) {
       count(totals[is_recorded ? 0 : 1]);
+      if (!is_recorded && seat.loads != kNoLoads) {
+        count(header->num_unverified);
+      }
     }
     if (!is_recorded) {
-      const uint64_t there = source > 0 ? read_at(team, state, source) : 0;
-      if (source > 0 && team.lane() == 0) {
-        boundary_of(source, s) = there;  // for later hits: adopt_boundary
-      }
-      return {-1, 0, 0, 0};
+      return source > 0 ? judge_unknown(team, s, seat, source, start, found)
+                        : Verdict{-1, 0, 0, 0};
     }
     const StateRecord& record = state_records[source];
     if (!seat.opaque && !record.opaque && record.hash != seat.hash) {
@@ -468,6 +470,27 @@ struct ReadStates : StatesPass {
     }
     const bool is_source = read_at(team, state, source) != recorded;
     return {kChangedState, record.generation, -1, record.step, is_source ? start : 0};
+  }
+
+  // By a warp: `source` has a state that is not known. A load must have changed one of
+  // a text with another last token, and what is read is a copy.
+  template <typename Team>
+  NWOR_RULE Verdict judge_unknown(Team& team, int64_t s, const Seat& seat,
+                                  int64_t source, int64_t start, uint64_t found) const {
+    const State& state = states[s];
+    const StateRecord& before = state_records[source];
+    const uint64_t there = read_at(team, state, source);
+    const bool is_same = there == boundary_of(source, s);
+    team.warp_sync();
+    if (team.lane() == 0) {
+      boundary_of(source, s) = there;  // for later hits: adopt_boundary
+    }
+    if (is_same && before.generation != 0 && before.opaque == kLoadedState &&
+        !seat.opaque && before.last_token >= 0 &&
+        before.last_token != seat.last_of_hit) {
+      return {kNeverLoaded, before.generation, before.length, before.step, start};
+    }
+    return {found == there ? int64_t{-1} : int64_t{kChangedState}, 0, -1, 0};
   }
 
   // By a warp: whether the boundary that the request's last step passed was written. By
@@ -550,11 +573,13 @@ struct ReadStates : StatesPass {
 struct WrittenStates : StatesPass {
   const int32_t* cu_num_logits;
   Acceptance acceptance;
+  int64_t* digests_to;
 
   WrittenStates(const AuditStatesWrittenArgs& args, int64_t num_parts)
       : StatesPass{args, num_parts},
         cu_num_logits(args.cu_num_logits),
-        acceptance(args.acceptance) {}
+        acceptance(args.acceptance),
+        digests_to(args.digests_to) {}
 
   template <typename Team>
   NWOR_RULE void operator()(Team& team) const {
@@ -580,6 +605,9 @@ struct WrittenStates : StatesPass {
           }
           team.sync();
           remember_tokens(team, rows, places);
+          for (int64_t g = 0; digests_to != nullptr && g < num_recurrent; ++g) {
+            send_digests(team, rows, g, places[g], num_kept);
+          }
           team.sync();
           if (team.index() == 0) {
             remember(rows, places, num_kept);
@@ -718,6 +746,48 @@ struct WrittenStates : StatesPass {
     }
   }
 
+  // What the host compares by text: the state of a text up to a block's end that the
+  // step has left, and one that a KV connector has loaded.
+  template <typename Team>
+  NWOR_RULE void send_digests(Team& team, const Rows& rows, int64_t g,
+                              const Place& place, int64_t num_kept) const {
+    const int64_t start = plan[rows.begin].position;
+    const Seat& seat = seats[rows.seat];
+    const Held held = held_by(rows, g, place, num_kept);
+    if (held.block > 0 && held.length % boundary_tokens == 0) {
+      const PlanRow& last = plan[rows.begin + held.length - start - 1];
+      const uint64_t hash = seat.opaque ? 0 : last.hash;
+      send_digest(team, rows, g, 0,
+                  {hash, held.block, held.length - 1, seat.generation, 0,
+                   static_cast<uint64_t>(last.token < 0 ? -1 : last.token), step});
+    }
+    const StateSeat& before = state_seats[rows.seat];
+    const bool is_hit = before.generation != seat.generation || before.length != start;
+    const int64_t source = is_hit && start > 0 ? source_of(rows, g, start) : -1;
+    if (source > 0 && !seat.opaque && state_records[source].opaque == kLoadedState) {
+      send_digest(team, rows, g, 1,
+                  {seat.hash, source, start - 1, seat.generation, 1,
+                   static_cast<uint64_t>(seat.last_of_hit), step});
+    }
+  }
+
+  template <typename Team>
+  NWOR_RULE void send_digest(Team& team, const Rows& rows, int64_t g, int64_t is_loaded,
+                             const BlockDigest& digest) const {
+    constexpr int64_t kHead = sizeof(BlockDigest) / sizeof(int64_t);
+    const int64_t row = (is_loaded * num_seats + rows.request) * num_recurrent + g;
+    int64_t* const to = digests_to + row * (kHead + max_in_group);
+    if (team.index() == 0) {
+      *reinterpret_cast<BlockDigest*>(to) = digest;
+    }
+    for (int64_t s = team.index(); s < num_states; s += team.size()) {
+      if (states[s].group == g) {
+        to[kHead + states[s].in_group] =
+            static_cast<int64_t>(team.load(&boundary_of(digest.block, s)));
+      }
+    }
+  }
+
   // By one thread: the tokens that are in the states now.
   NWOR_RULE void remember(const Rows& rows, const Place* places,
                           int64_t num_kept) const {
@@ -769,9 +839,14 @@ struct WrittenStates : StatesPass {
   }
 
   NWOR_RULE static StateRecord record_of(const Seat& seat, uint64_t hash,
-                                         int64_t length, int64_t step) {
-    return {hash, static_cast<int32_t>(seat.generation), static_cast<int32_t>(length),
-            static_cast<int32_t>(step), static_cast<int32_t>(seat.opaque)};
+                                         int64_t length, int64_t step, int64_t last) {
+    return {hash,
+            static_cast<int32_t>(seat.generation),
+            static_cast<int32_t>(length),
+            static_cast<int32_t>(step),
+            static_cast<int32_t>(seat.opaque),
+            seat.opaque || last < 0 ? -1 : static_cast<int32_t>(last),
+            0};
   }
 
   // By one thread: a state of unknown origin that a request found counts as that of its
@@ -779,8 +854,8 @@ struct WrittenStates : StatesPass {
   NWOR_RULE void adopt_boundary(const Rows& rows, int64_t g, int64_t start) const {
     const int64_t source = source_of(rows, g, start);
     const Seat& seat = seats[rows.seat];
-    if (source > 0 && state_records[source].generation == 0) {
-      state_records[source] = record_of(seat, seat.hash, start, step);
+    if (source > 0 && !state_records[source].is_known()) {
+      state_records[source] = record_of(seat, seat.hash, start, step, seat.last_of_hit);
     }
   }
 
@@ -794,14 +869,15 @@ struct WrittenStates : StatesPass {
     }
     const Seat& seat = seats[rows.seat];
     const PlanRow& last = plan[rows.begin + held.length - start - 1];
-    state_records[held.block] = record_of(seat, last.hash, held.length, step);
+    state_records[held.block] =
+        record_of(seat, last.hash, held.length, step, last.token);
     last_tokens[g * num_state_blocks + held.block] = last.token;
     // Some layers also write a state from inside a chunk, to the block before.
     const int64_t before = (held.length - 1) / boundary_tokens * boundary_tokens;
     const int64_t inner =
         !place.is_window && before > start ? block_before(g, rows.request, before) : 0;
     if (inner > 0) {
-      state_records[inner].generation = 0;
+      state_records[inner].generation = state_records[inner].opaque = 0;
     }
   }
 };

@@ -31,13 +31,16 @@ from ..ops import shared
 from .fingerprints import Fingerprints
 from .loads import CUT, Digests, Wrong, zeros_of
 from .requests import Identity, Requests
+from .states import States
 from .tables import MAX_KEPT, AuditedGroup, digest_rows
 
 logger = logging.getLogger("vllm.v1.nwor")
 
 # For each group where findings go, and where digests go, if the group takes any.
 Places = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
-Slot = tuple[Places, torch.cuda.Event | None]
+# These, where digests of recurrent states go, if any do, and when all are there: None
+# on the CPU.
+Slot = tuple[Places, torch.Tensor | None, torch.cuda.Event | None]
 
 CLASSES = tuple(FINDINGS)
 OF_STATES = CLASSES[CLASSES.index("stale_state") : -len(ON_HOST)]
@@ -88,7 +91,8 @@ class Finding:
 
     state, column: only of recurrent states: temporal or conv, and the column that was
     read or written, in `block`, which has no slots. expected, found: how many tokens
-    are in the state. Of a ring: its row; positions of the tokens that have it.
+    are in the state. Of a ring: its row; positions of the tokens that have it. Of a
+    state that a load brought (handed_on, other_text) there is no column.
     """
 
     kind: str
@@ -125,6 +129,8 @@ def decode(
     kind, shape = CLASSES[number], group.shape
     if kind in OF_STATES:
         return _of_state(kind, row, requests, states[layer])
+    if layer >= len(group.names):
+        return _of_state(kind, row, requests, states[layer - len(group.names)])
     # Slots are numbers; the others are bits.
     text = str if kind == "foreign_write" else lambda n: f"{n & (2**64 - 1):#x}"
     expected, found = values
@@ -228,6 +234,16 @@ class Filled(NamedTuple):
     loaded: torch.Tensor
 
 
+class Judged(NamedTuple):
+    """What is loaded as a whole: a block of a group's layers, or its recurrent states
+    of a kind, `state`. layers: by their columns in a digest."""
+
+    group_id: int
+    block_size: int
+    layers: Sequence[str]
+    state: str | None = None
+
+
 # Findings about a load; none if it was reported as failed.
 OF_LOADS = ("handed_on", "never_loaded", "other_text")
 
@@ -244,30 +260,46 @@ class Outbox:
         groups: Sequence[AuditedGroup],
         requests: Requests,
         fingerprints: Fingerprints,
-        states: Sequence[tuple[str, str, int]] = (),
+        states: States | None = None,
         store_is_own: bool = False,
     ) -> None:
         """store_is_own: as Digests.is_own."""
         self._groups, self._requests = groups, requests
-        self._fingerprints, self._states = fingerprints, states
+        self._fingerprints = fingerprints
+        self._states = states.layers if states else []
+        follows = states is not None and groups[0].shape.num_digests > 0
+        self._boundaries = states.boundaries if states and follows else []
         table = groups[0].findings
         size, is_pinned = (NUM_SLOTS, len(groups), *table.shape), table.is_cuda
         tables = torch.zeros(size, dtype=table.dtype, pin_memory=is_pinned)
-        # For each step on its way the groups' findings and digests, cpu and pinned on
-        # CUDA, and when they are there; None on the CPU.
+        # For each step on its way, cpu and pinned on CUDA.
         self._slots = itertools.cycle(
             (
                 [*zip(of_step, map(_digests_to, groups), strict=True)],
+                torch.zeros(
+                    states.digests_shape, dtype=torch.int64, pin_memory=is_pinned
+                )
+                if states and self._boundaries
+                else None,
                 torch.cuda.Event() if is_pinned else None,
             )
             for of_step in tables
         )
+        # By place: of the groups, then of recurrent states.
         self.digests = [Digests(zeros_of(of), store_is_own) for of in groups]
+        self._judged = [
+            Judged(of.shape.group_id, of.shape.block_size, of.names) for of in groups
+        ]
+        for states_of in self._boundaries:
+            is_own = store_is_own and states_of.is_own
+            self.digests.append(Digests(states_of.zeros, is_own))
+            about = states_of.group_id, 1, states_of.layers, states_of.kind
+            self._judged.append(Judged(*about))
         # What has arrived and was not judged yet.
         self._filled: list[Filled] = []
         # Blocks that a load has filled in part, and the request's generation: what it
         # adds is no computation of the whole block.
-        self._partly: list[dict[int, int]] = [{} for _ in groups]
+        self._partly: list[dict[int, int]] = [{} for _ in self._judged]
         # Slots that the device counts as unverified, and that are not.
         self.num_settled = 0
         self._claimed: Slot | None = None
@@ -279,22 +311,22 @@ class Outbox:
         # An asynchronous output is read by a thread of its own.
         self._lock = threading.Lock()
 
-    def claim(self) -> Places:
-        """Where an op of this step shall write for each group. Then `sent`; if that is
+    def claim(self) -> Slot:
+        """Where the ops of this step shall write. Then `sent`; if that is
         not called, the next claim gives the same."""
         with self._lock:
             if len(self._on_their_way) == NUM_SLOTS:
                 self._arrive(waits=True)
             self._claimed = self._claimed or next(self._slots)
-        return self._claimed[0]
+        return self._claimed
 
     def sent(self) -> None:
         """Call after the writes to the last claimed place have been enqueued."""
         with self._lock:
             slot, self._claimed = self._claimed, None
             assert slot is not None
-            if slot[1] is not None:
-                slot[1].record()
+            if slot[2] is not None:
+                slot[2].record()
             self._on_their_way.append(slot)
             self.num_sent += 1
 
@@ -305,7 +337,7 @@ class Outbox:
 
     def _arrive(self, waits: bool) -> bool:
         """Reads the oldest slot in flight. Returns whether it could."""
-        tables, arrival = self._on_their_way[0]
+        tables, of_states, arrival = self._on_their_way[0]
         if arrival is not None and not arrival.query():
             if not waits:
                 return False
@@ -335,7 +367,23 @@ class Outbox:
                 computed = digests[1 : 1 + min(num_computed, most)].clone()
                 loaded = digests[1 + most :][:num_loaded].clone()
                 self._filled.append(Filled(place, of_step, computed, loaded))
+        if of_states is not None:
+            self._states_arrive(of_states, of_step)
         return True
+
+    def _states_arrive(self, rows: torch.Tensor, step: int) -> None:
+        """rows: as digests_to of AuditStatesWrittenArgs, those of other steps, too."""
+        head = ops.DIGEST_COLUMNS
+        is_new = rows[..., head - 1] == step
+        if not is_new.any():
+            return
+        for place, of in enumerate(self._boundaries, len(self._groups)):
+            columns = [*range(head), *(head + column for column in of.columns)]
+            found = [
+                rows[n, is_new[n, :, of.group], of.group][:, columns] for n in (0, 1)
+            ]
+            found[1][:, 4] = len(of.columns)  # it counts states
+            self._filled.append(Filled(place, step, *found))
 
     def take(
         self,
@@ -370,7 +418,7 @@ class Outbox:
         """Judges the loads of a step, and keeps what was computed. A load that failed
         is computed anew from its first failed block on, and what a step with one has
         computed may rest on it."""
-        group, digests = self._groups[of.place], self.digests[of.place]
+        judged, digests = self._judged[of.place], self.digests[of.place]
         loaded, before = list(_rows(of.loaded)), found.num_unverified
         num_verified = num_failed = 0
         # The first position that failed, by generation.
@@ -382,8 +430,8 @@ class Outbox:
         reported = {
             finding.block
             for finding in found.findings
-            if finding.group == group.shape.group_id and finding.step == of.step
-            if finding.kind in OF_LOADS
+            if (finding.group, finding.state) == (judged.group_id, judged.state)
+            if finding.step == of.step and finding.kind in OF_LOADS
         }
         partly = self._partly[of.place]
         for head, digest in loaded:
@@ -393,7 +441,7 @@ class Outbox:
                 num_failed += num_slots
             elif block in reported:
                 pass
-            elif num_slots < group.shape.block_size:
+            elif num_slots < judged.block_size:
                 partly[block] = generation
                 continue
             elif is_known:
@@ -406,7 +454,7 @@ class Outbox:
             if verdict is True:
                 num_verified += num_slots
             elif isinstance(verdict, Wrong):
-                found.findings.append(self._finding(group, head, verdict, of.step))
+                found.findings.append(self._finding(judged, head, verdict, of.step))
         for head, digest in _rows(of.computed):
             text, block, _, generation, _, tokens, is_known = head
             is_its_own = is_known and partly.pop(block, None) != generation
@@ -417,23 +465,24 @@ class Outbox:
         self.num_settled += before - found.num_unverified
 
     def _finding(
-        self, group: AuditedGroup, head: Sequence[int], wrong: Wrong, step: int
+        self, of: Judged, head: Sequence[int], wrong: Wrong, step: int
     ) -> Finding:
         _, block, position, generation, *_ = head
         name_of = self._requests.name_of
         return Finding(
             wrong.kind,
-            group.shape.group_id,
-            group.names[wrong.layer] if wrong.layer >= 0 else None,
+            of.group_id,
+            of.layers[wrong.layer] if wrong.layer >= 0 else None,
             wrong.num_layers,
             block,
-            block * group.shape.block_size,
+            None if of.state else block * of.block_size,
             position,
             name_of(generation),
             Writer(name_of(wrong.author), wrong.author, 0),
             step,
             f"{wrong.expected & (2**64 - 1):#x}",
             f"{wrong.found & (2**64 - 1):#x}",
+            state=of.state,
         )
 
 

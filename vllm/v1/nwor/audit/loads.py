@@ -20,6 +20,10 @@ Two computations of one text may differ in their bytes, so that another digest a
 no fault: rule 4 needs a store that was empty when the engine started. Rule 2 holds for
 any store: blocks of other tokens are not equal in all layers. Where two computed ones
 are, equality proves nothing, and the digest is kept for neither.
+
+Recurrent states of the prefix cache are judged so, too. Their digest is their samples
+(states.h), and "other tokens" is another last token: states may be equal behind the
+same last ones.
 """
 
 from __future__ import annotations
@@ -169,13 +173,18 @@ def zeros_of(group: AuditedGroup) -> bytes:
 @cache
 def _zero_sum(slot_bytes: int, block_size: int) -> int:
     words = range(-(-slot_bytes // 8))
-    checksum = sum(_word_at(0, word) >> 32 for word in words) % (1 << 32)
-    return sum(_word_at(checksum, slot) for slot in range(block_size)) & _MASK
+    checksum = sum(word_at(0, word) >> 32 for word in words) % (1 << 32)
+    return sum(word_at(checksum, slot) for slot in range(block_size)) & _MASK
 
 
-def _word_at(word: int, index: int) -> int:
+def word_at(word: int, index: int) -> int:
     """As word_at of audit_rules.h."""
-    value = (word + (index + 1) * 0x9E3779B97F4A7C15) & _MASK
+    return mix64(word + (index + 1) * 0x9E3779B97F4A7C15)
+
+
+def mix64(value: int) -> int:
+    """As mix64 of audit_rules.h."""
+    value &= _MASK
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
     return value ^ (value >> 31)

@@ -85,9 +85,8 @@ class Audit:
         self.states = states
         # Of the open step: its metadata, and what keeps the addresses there alive.
         self._states_read: tuple[torch.Tensor, Any] | None = None
-        layers = states.layers if states else ()
         self.fingerprints = Fingerprints(self.groups[0].records.device)
-        about = self.groups, self.requests, self.fingerprints, layers
+        about = self.groups, self.requests, self.fingerprints, states
         self.outbox = Outbox(*about, store_is_own)
         self.step = 0
         self._is_async = is_async
@@ -123,8 +122,9 @@ class Audit:
         budget_bytes: the new budget; 0 only if it was 0 from the start."""
         self.requests.forget(*self.requests)
         self.forget_cache()
-        for group, digests in zip(self.groups, self.outbox.digests, strict=True):
+        for group in self.groups:
             group.numbers.clear()
+        for digests in self.outbox.digests:
             digests.is_own = False
         self._num_scanned = self._blocks_of(budget_bytes)
 
@@ -422,11 +422,12 @@ class Audit:
             cu_num_logits = step.cu_num_logits[step.num_leading_zeros :]
             kept = acceptance.sampled_token_ids, acceptance.vocab_size
             kept = *kept, acceptance.num_rejected
+        places, to_states, _ = self.outbox.claim()
         if self._states_read is not None:
             assert self.states is not None
             rows = self._rows(self.groups[0], step)
             about = self.states.tables, self._states_read[0], cu_num_logits, *kept
-            self._ops.audit_states_written(*rows, *about)
+            self._ops.audit_states_written(*rows, *about, to_states)
             self._states_read = None
         # Loaded prefixes first: other requests may share them in the same step.
         names = sorted(fresh, key=lambda name: -self.requests[name].loads)
@@ -436,11 +437,11 @@ class Audit:
         budgets = self._num_scanned, HIT_BUDGETS * self._num_scanned
         if (words := self.fingerprints.due(self.step)) is not None:
             self.groups[0].set_words(words)
-        for group, places in zip(self.groups, self.outbox.claim(), strict=True):
+        for group, to_group in zip(self.groups, places, strict=True):
             rows = self._rows(group, step)
             of_drafts = step.undone(group.shape.group_id)
             how = cu_num_logits, *kept, *of_drafts, hits, *budgets
-            self._ops.audit_resolve(*rows, *how, *places)
+            self._ops.audit_resolve(*rows, *how, *to_group)
         if words is not None:
             self.groups[0].set_words(None)
         self.outbox.sent()

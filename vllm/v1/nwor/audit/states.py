@@ -7,18 +7,22 @@ csrc/nwor/audit/states.h has the structs that are their rows, and says what is c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from .. import ops
 from ..layout.states import StateCache, StateGroup, StateKind, StatesRefused
 from ..layout.tables import ALIGNMENT, DeviceMemory
+from .loads import mix64, word_at
 
 # Bytes that the device reads at once: words of a sample lie together in as many.
 SECTOR_BYTES = 32
+# The field of a StateRecord, as int32, with `opaque`, and kLoadedState.
+OPAQUE, LOADED = 5, 2
 
 
 def word_offsets(state: StateCache) -> tuple[int, list[int]]:
@@ -133,6 +137,45 @@ class Sizes(NamedTuple):
         return sum(sizes) + len(sizes) * ALIGNMENT
 
 
+class Boundaries(NamedTuple):
+    """The states of one kind in a group, which are found in the prefix cache together.
+
+    group: row of metadata. layers: their names. columns: their numbers in the group.
+    zeros: the digest of states that are zero. is_own: as Digests.is_own, at most.
+    """
+
+    group: int
+    group_id: int
+    kind: str
+    layers: list[str]
+    columns: list[int]
+    zeros: bytes
+    is_own: bool
+
+
+def boundaries_of(groups: Sequence[StateGroup]) -> Iterator[Boundaries]:
+    for number, group in enumerate(groups):
+        for kind in (StateKind.CONV, StateKind.TEMPORAL):
+            found = [(n, one) for n, one in enumerate(group.states) if one.kind is kind]
+            if found and group.block_size:
+                columns, states = zip(*found, strict=True)
+                zeros = np.array([_zero_sum(one.window) for one in states], np.uint64)
+                names = [one.name for one in states]
+                about = number, group.group_id, str(kind), names, list(columns)
+                yield Boundaries(*about, zeros.tobytes(), not group.has_checkpoints)
+
+
+def _zero_sum(window: int) -> int:
+    """As read_at of states_rules.h, of a state of zeros."""
+    words = range(ops.SAMPLE_WORDS)
+    sums = [word_at(0, word) >> 32 for word in words]
+    size = ops.SAMPLE_WORDS // ops.SAMPLE_PARTS
+    parts = [sum(sums[n : n + size]) % (1 << 32) for n in words[::size]]
+    whole = sum(word_at(part, n) for n, part in enumerate(parts)) % (1 << 64)
+    of_columns = sum(mix64(whole + 1 + column) for column in range(window))
+    return of_columns % (1 << 64) if window else whole
+
+
 class States:
     """The recurrent states and rings of all followed groups.
 
@@ -140,9 +183,10 @@ class States:
     have. caches: the tensors. tables: StateTables of states.h, int64, cpu. totals: [2]
     int64, device: samples that were compared, and that were read without being known.
     last_tokens: [num_groups, num_blocks] int32, device: as in StateTables. records:
-    [num_blocks, 3] int64, device: StateRecord, of no block if states are not in the
+    [num_blocks, 4] int64, device: StateRecord, of no block if states are not in the
     prefix cache. step_bytes: of states, read in a step whose requests all have the most
-    drafts. has_rings_alone: nothing is read from vLLM's metadata.
+    drafts. has_rings_alone: nothing is read from vLLM's metadata. boundaries: of the
+    prefix cache. digests_shape: of AuditStatesWrittenArgs::digests_to.
     """
 
     def __init__(
@@ -211,6 +255,9 @@ class States:
         of_a_seat = int((word_bytes * torch.tensor(num_samples)).sum())
         self.step_bytes = num_seats * ops.SAMPLE_WORDS * of_a_seat
         self.has_rings_alone = not recurrent
+        self.boundaries = list(boundaries_of(recurrent))
+        of_digest = ops.DIGEST_COLUMNS + max_in_group
+        self.digests_shape = 2, num_seats, len(recurrent), of_digest
 
     @property
     def num_bytes(self) -> int:
@@ -234,14 +281,15 @@ class States:
             self._boundaries[to] = self._boundaries[source]
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """What these blocks hold is not known: a KV connector fills them."""
+        """What these blocks hold is not known: a KV connector fills them. What they
+        held is kept, to check that the load changes it."""
         if len(self.records) and blocks:
             numbers = torch.tensor(blocks)
             if self.records.is_cuda:
                 numbers = numbers.pin_memory().to(
                     self.records.device, non_blocking=True
                 )
-            self.records.index_fill_(0, numbers, 0)
+            self.records.view(torch.int32)[:, OPAQUE].index_fill_(0, numbers, LOADED)
 
     def forget_all(self) -> None:
         self.records.zero_()

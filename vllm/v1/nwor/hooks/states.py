@@ -106,7 +106,8 @@ def _group(runner: Any, gid: int, group: Any) -> StateGroup:
         except StatesRefused as refused:
             return StateGroup(gid, (), str(refused))
     block_size = spec.block_size if MODES[spec.mamba_cache_mode] else 0
-    return StateGroup(gid, states, backend=backend, block_size=block_size)
+    has_checkpoints = getattr(spec, "num_prefill_checkpoint_blocks", 0) > 0
+    return StateGroup(gid, states, "", backend, block_size, has_checkpoints)
 
 
 def _refusal(spec: Any, config: Any, backend: str) -> str:

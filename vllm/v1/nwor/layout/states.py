@@ -49,13 +49,15 @@ class StateGroup:
     """The states of one KV-cache group, all recurrent or all rings. refusal: why they
     are not understood, or empty. backend: vLLM's name of its layers' kind, not of
     rings. block_size: tokens a block, if states are found in the prefix cache; else 0.
-    what: recurrent states, or rings."""
+    has_checkpoints: layers also write states from inside a chunk of a prompt. what:
+    recurrent states, or rings."""
 
     group_id: int
     states: Sequence[StateCache]
     refusal: str = ""
     backend: str = ""
     block_size: int = 0
+    has_checkpoints: bool = False
     what: str = "recurrent states"
 
     @property
