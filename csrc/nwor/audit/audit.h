@@ -62,9 +62,9 @@ static_assert(sizeof(SlotRecord) == 32, "a SlotRecord is a row of records");
 // load fills are kSlotLoaded. Unknown: any slot of a hit may have been filled.
 enum Loads : int64_t { kNoLoads, kKnownLoads, kUnknownLoads };
 
-// What a request has to do with another engine. It gives its keys and values to one
-// that decodes, or takes them from one that has computed the prompt.
-enum Handover : int64_t { kNoHandover, kGives, kTakes };
+// Flags: what a request has to do with other engines. It gives its keys and values to
+// one that decodes, or takes them from one that has computed the prompt.
+enum Handover : int64_t { kNoHandover = 0, kGives = 1, kTakes = 2 };
 
 // A row of `seats`, int64 [num_seats, 9]: a request in the batch.
 struct Seat {
@@ -76,7 +76,7 @@ struct Seat {
   int64_t loads;       // Loads: whether its hit may come from a KV connector
   uint64_t seed;       // H in front of its first position
   int64_t num_features;
-  int64_t handover;  // Handover
+  int64_t handover;  // of Handover
 };
 static_assert(sizeof(Seat) == 72, "a Seat is a row of seats");
 

@@ -459,7 +459,7 @@ struct KeepRequests : AuditResolveArgs {
                  {seat.opaque ? 0 : row.hash, row.slot / block_size,
                   row.position + 1 - block_size, seat.generation, 0, kComputed, 0, 0});
     }
-    if (is_end && seat.handover == kGives && row.slot >= 0 && max_digests > 0) {
+    if (is_end && (seat.handover & kGives) != 0 && row.slot >= 0 && max_digests > 0) {
       add_digest(*this,
                  {row.hash, row.slot / block_size, block * block_size, seat.generation,
                   row.position % block_size + 1, kTail, 0, 0});
@@ -631,7 +631,7 @@ struct AdoptHit : AuditResolveArgs {
                          num_loaded > 0 ? kLoaded : kFound, 0, 0});
     }
     const int64_t num_slots = hit.length - first;
-    if (seat.handover == kTakes && num_slots < block_size &&
+    if ((seat.handover & kTakes) != 0 && num_slots < block_size &&
         num_identities == num_slots) {
       add_digest(*this,
                  {hash, there, first, seat.generation, num_slots, kTail, 0, 0});

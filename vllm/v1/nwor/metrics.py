@@ -100,7 +100,7 @@ FINDINGS = {
 HANDOVER = "handover_"
 HANDOVERS = (
     *("verified", "wrong", "partial"),
-    *("missing", "malformed", "signature", "text", "format"),
+    *("missing", "malformed", "signature", "request", "format"),
 )
 HANDOVERS_HELP = "Requests with the digests of a prefill instance, by what was compared"
 # In addition to findings; names as in a payload, prefixed with vllm:nwor_audit_.

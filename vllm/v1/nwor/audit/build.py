@@ -246,8 +246,9 @@ def _build(
             except StatesRefused as refused:
                 reason = str(refused)
         handovers = None
-        if secret and not _no_handovers(limits, config):
-            handovers = Handovers(groups, secret, caches.rank, caches.world_size)
+        # Only the outputs of the first rank reach the scheduler.
+        if secret and caches.rank == 0 and not _no_handovers(limits, config):
+            handovers = Handovers(groups, secret, caches.world_size)
         more = caches.adapters, states, _is_own(limits, config), handovers
         return Audit(groups, *about, limits.is_async, *more)
 

@@ -13,8 +13,8 @@ A block that differs shows in its row, and its layers in the columns. The last t
 computed by both instances, so it is never compared.
 
 A client can write kv_transfer_params, so nothing in there is used without the signature
-of an instance with the same secret: an HMAC. What it covers includes the text
-(tokens, salt, adapter, images): the digests of one request prove nothing of another.
+of an instance with the same secret: an HMAC. What it covers includes the request and
+its text (tokens, salt, adapter, images): the digests of one prove nothing of another.
 Where the two instances do not store keys and values in the same format, equal ones have
 other digests: nothing is compared then, and nothing is found.
 """
@@ -60,7 +60,7 @@ class Result(enum.StrEnum):
     MISSING = "missing"
     MALFORMED = "malformed"
     SIGNATURE = "signature"
-    TEXT = "text"
+    REQUEST = "request"
     FORMAT = "format"
 
 
@@ -75,6 +75,9 @@ class Part(msgspec.Struct, array_like=True):
 
 
 class Sent(msgspec.Struct, array_like=True):
+    """Of a request. parts: of the audited groups."""
+
+    request_id: str
     text: bytes
     parts: list[Part]
 
@@ -153,7 +156,7 @@ def text_of(new: NewRequest, secret: bytes) -> bytes | None:
     return digest.digest()
 
 
-def format_of(group: AuditedGroup, rank: int, world_size: int) -> dict[str, str]:
+def format_of(group: AuditedGroup, num_ranks: int) -> dict[str, str]:
     """What must be alike for equal keys and values to have equal digests."""
     layouts = {layer.name: layer for layer in group.layers}
     slots = blake2b(digest_size=8)
@@ -168,7 +171,7 @@ def format_of(group: AuditedGroup, rank: int, world_size: int) -> dict[str, str]
             sorted({str(layer.kv_cache.dtype) for layer in group.layers})
         ),
         "layers": str(len(group.names)),
-        "rank": f"{rank} of {world_size}",
+        "ranks": str(num_ranks),
         "bytes of a slot": str(sum(of.layout.slot_bytes for of in group.layers)),
         "names and packing": slots.hexdigest(),
     }
@@ -181,8 +184,14 @@ class Given:
     """Of a request that gives its blocks away: the digests of its prompt, of each group
     by its place."""
 
-    def __init__(self, num_tokens: int, text: bytes, groups: Sequence[AuditedGroup]):
-        self._text, self._last = text, num_tokens - 1
+    def __init__(
+        self,
+        request_id: str,
+        text: bytes,
+        num_tokens: int,
+        groups: Sequence[AuditedGroup],
+    ) -> None:
+        self._about, self._last = (request_id, text), num_tokens - 1
         self._sizes = [of.shape.block_size for of in groups]
         self._rows = [np.zeros(self._last // size, UINT64) for size in self._sizes]
         self._columns = [np.zeros(len(of.names), UINT64) for of in groups]
@@ -213,7 +222,7 @@ class Given:
         ]
         slots = [self._slots[place].tobytes() for place in range(len(columns))]
         rows = [of.tobytes() for of in self._rows]
-        return Sent(self._text, list(map(Part, formats, rows, columns, slots)))
+        return Sent(*self._about, list(map(Part, formats, rows, columns, slots)))
 
 
 class Taken:
@@ -240,11 +249,11 @@ class Taken:
         is_wrong = of_rows != rows[here]
         layer, num_layers = -1, 0
         # Columns are over all blocks, and say nothing where one computed here differs.
-        if len(columns) and np.array_equal(np.unique(here), np.arange(len(rows))):
-            if is_loaded[mine][is_wrong].all():
-                differs = column_sums(here, digests) != columns
-                num_layers = int(np.count_nonzero(differs))
-                layer = int(differs.argmax()) if num_layers else -1
+        is_whole = np.array_equal(np.unique(here), np.arange(len(rows)))
+        if len(columns) and is_whole and is_loaded[mine][is_wrong].all():
+            differs = column_sums(here, digests) != columns
+            num_layers = int(np.count_nonzero(differs))
+            layer = int(differs.argmax()) if num_layers else -1
         for i, row in zip(mine, range(len(mine)), strict=True):
             if is_loaded[i]:
                 values = int(rows[here[row]]), int(of_rows[row])
@@ -277,10 +286,10 @@ class Handovers:
     """
 
     def __init__(
-        self, groups: Sequence[AuditedGroup], secret: bytes, rank: int, world_size: int
+        self, groups: Sequence[AuditedGroup], secret: bytes, num_ranks: int
     ) -> None:
         self._groups, self._secret = groups, secret
-        self._formats = [format_of(group, rank, world_size) for group in groups]
+        self._formats = [format_of(group, num_ranks) for group in groups]
         self._given: dict[int, Given] = {}
         self._taken: dict[int, Taken] = {}
         self._logged: set[str] = set()
@@ -292,22 +301,23 @@ class Handovers:
         if params is None:
             return Handover.NONE
         text = text_of(new, self._secret)
+        handover = Handover.NONE
         if params.get(GIVES) and text is not None:
             assert new.prompt
-            given = Given(len(new.prompt), text, self._groups)
-            self._given[generation] = given
-            return Handover.GIVES
-        if not params.get(TAKES):
-            return Handover.NONE
-        try:
-            sent = self._open(params, text)
-        except Refused as refused:
-            self.results[refused.result] += 1
-            self._log(refused.result, str(refused))
-            return Handover.NONE
-        sizes = [group.shape.block_size for group in self._groups]
-        self._taken[generation] = Taken(sent, sizes)
-        return Handover.TAKES
+            about = new.request_id, text, len(new.prompt), self._groups
+            self._given[generation] = Given(*about)
+            handover |= Handover.GIVES
+        if params.get(TAKES):
+            try:
+                sent = self._open(params, text)
+            except Refused as refused:
+                self.results[refused.result] += 1
+                self._log(refused.result, str(refused))
+                return handover
+            sizes = [group.shape.block_size for group in self._groups]
+            self._taken[generation] = Taken(sent, sizes)
+            handover |= Handover.TAKES
+        return handover
 
     def _log(self, result: Result, why: str) -> None:
         if result not in self._logged:
@@ -330,11 +340,12 @@ class Handovers:
                 "to pass on all of its kv_transfer_params",
             )
         sent = opened(params[KEY], self._secret)
-        if text is None or sent.text != text:
+        name = params.get("remote_request_id", sent.request_id)
+        if sent.text != text or sent.request_id != name:
             raise Refused(
-                Result.TEXT,
-                "they are of another text: tokens, cache_salt, adapter and images must "
-                "be those of the request that was prefilled",
+                Result.REQUEST,
+                "they are of another request: remote_request_id, tokens, cache_salt, "
+                "adapter and images must be those of the request that was prefilled",
             )
         if len(sent.parts) != len(self._formats):
             raise Refused(
@@ -361,7 +372,7 @@ class Handovers:
     ) -> dict[tuple[int, int], Wrong | bool]:
         """The digests of a step, of a group by its place; the last place ends the step.
         Returns those of loaded blocks, as Digests.judge, by generation and block."""
-        found = {}
+        found: dict[tuple[int, int], Wrong | bool] = {}
         is_last = place == len(self._groups) - 1
         for generation, given in list(self._given.items()):
             is_its = (heads.generation == generation) & (heads.is_known == 1)
@@ -380,4 +391,3 @@ class Handovers:
                 self.results[next(r for r in worst if taken.results[r])] += 1
                 self._taken.pop(generation, None)
         return found
-

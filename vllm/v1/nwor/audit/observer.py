@@ -201,8 +201,8 @@ class RunnerAudit(Observer):
     def _take(
         self, through: int, until: int | None = None, failed: Collection[int] = ()
     ) -> tuple[Sequence[Finding], Mapping[str, str]]:
-        """As Outbox.take; also counts, logs and writes the findings to the files. Returns
-        them, and Found.given."""
+        """As Outbox.take; also counts, logs and writes the findings to the files.
+        Returns them, and Found.given."""
         taken = self.audit.outbox.take(through, until, failed)
         found = self.findings.take_in(taken)
         if found and self.audit.recorder:

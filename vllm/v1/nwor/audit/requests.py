@@ -38,8 +38,8 @@ NO_FEATURES = torch.empty(0, FEATURE_COLUMNS, dtype=torch.int64)
 shared("LOADS", Loads.__members__)
 
 
-class Handover(enum.IntEnum):
-    """What a request has to do with another engine: it gives its blocks to one that
+class Handover(enum.IntFlag):
+    """What a request has to do with other engines: it gives its blocks to one that
     decodes, or takes them from one that has prefilled."""
 
     NONE = 0
@@ -89,8 +89,9 @@ class Request:
     num_found: tokens that were computed when it came. loads: whether a KV connector may
     have brought some of them. features: as features_of; with None its identity is not
     looked at. seat: None until it is in a batch, and
-    while another has it. given: what came of one that gives its blocks away. was_seated: its text is chained on the device. is_preempted:
-    nothing is computed for it any more; when it is resumed it is another one.
+    while another has it. was_seated: its text is chained on the device. is_preempted:
+    nothing is computed for it any more; when it is resumed it is another one. given: as
+    it came, if it gives its blocks away.
     """
 
     generation: int

@@ -80,7 +80,7 @@ def _new_request(new: Any, known: Any) -> NewRequest:
     """new: vLLM's NewRequestData."""
     salt, _ = (known or {}).get(new.req_id, (None, None))
     lora = getattr(new, "lora_request", None)
-    extra = getattr(new.sampling_params, "extra_args", None)
+    extra = getattr(getattr(new, "sampling_params", None), "extra_args", None)
     params = (extra or {}).get("kv_transfer_params")
     features = None
     if known is not None:
@@ -95,6 +95,6 @@ def _new_request(new: Any, known: Any) -> NewRequest:
         salt,
         features,
         new.prompt_embeds is not None,
-        new.prompt_token_ids,
+        getattr(new, "prompt_token_ids", None),
         params if isinstance(params, Mapping) else None,
     )
