@@ -1963,7 +1963,7 @@ def test_an_output_that_is_read_while_one_is_attached_counts_as_read(monkeypatch
 class Payload:
     """Of an output, while which is made another thread counts."""
 
-    weights_changed = None
+    weights_changed, given = None, {}
 
     def __init__(self, meanwhile):
         self.meanwhile = meanwhile
