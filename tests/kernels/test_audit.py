@@ -1491,10 +1491,10 @@ def test_digests_are_taken_of_whole_blocks_that_were_loaded():
     assert blocks == [world.digest(world.requests["b"].text, 4, 12, "b")]
 
 
-@pytest.mark.parametrize("handover", Handover)
+@pytest.mark.parametrize("handover", range(4))
 def test_digests_of_requests_that_are_handed_over(handover):
-    """Of one that takes its blocks: also of those found in the cache, and of its tail by
-    slot. Of one that gives them: of the end that each step leaves."""
+    """Of one that takes its blocks: also of those found in the cache, and of its tail
+    by slot. Of one that gives them: of the end that each step leaves."""
     world = World(loads=Loads.UNKNOWN, num_digests=6)
     assert world.runs("a", TEXT[:4], [1]) == []
     blocks = world.filled()
