@@ -54,8 +54,8 @@ def request(params: Any = None, **more: Any) -> NewRequest:
 
 
 def rows(kinds: Any, generation: int, numbers: Any = range(BLOCKS + 1)) -> Any:
-    """Heads and sums of blocks of a text, each in the block of the cache with its number
-    and 20, as the device would send them. kinds: of each."""
+    """Heads and sums of blocks of a text, as the device would send them; number n is in
+    block 20 + n of the cache. kinds: of each."""
     num = len(numbers)
     heads = np.zeros((len(Heads._fields), num), np.int64)
     found = Heads(*heads)
@@ -138,7 +138,8 @@ def test_a_wrong_block_and_its_layers(block):
     wrong = found.pop(block)
     assert (wrong.kind, wrong.layer, wrong.num_layers) == ("not_as_sent", 1, 2)
     assert wrong.expected != wrong.found
-    assert set(found.values()) == {True} and results == {Result.WRONG: 1}
+    assert set(found.values()) == {True}
+    assert results == {Result.WRONG: 1}
 
 
 def test_layers_are_not_named_where_a_block_computed_here_differs():
@@ -150,7 +151,8 @@ def test_layers_are_not_named_where_a_block_computed_here_differs():
 
     found, _ = judged(decoder(), (FOUND, LOADED, LOADED, TAIL), change)
     assert (found[2].layer, found[2].num_layers) == (-1, 0)
-    assert found.keys() == {1, 2, 3} and found[1] is True
+    assert found.keys() == {1, 2, 3}
+    assert found[1] is True
     found, _ = judged(decoder(), (None, None, LOADED), change)
     assert (found[2].layer, found[2].num_layers) == (-1, 0)
 
@@ -162,7 +164,8 @@ def test_a_wrong_slot_of_the_last_block():
 
     found, _ = judged(decoder(), change=change)
     wrong = found[BLOCKS]
-    assert isinstance(wrong, Wrong) and (wrong.offset, wrong.layer) == (1, -1)
+    assert isinstance(wrong, Wrong)
+    assert (wrong.offset, wrong.layer) == (1, -1)
 
 
 @pytest.mark.parametrize("block", [*range(BLOCKS), BLOCKS])
@@ -172,7 +175,8 @@ def test_blocks_without_checksums_here_stay_unverified(block):
         sums[block] += np.uint64(1)
 
     found, results = judged(decoder(), change=change)
-    assert found.pop(block) is False and set(found.values()) == {True}
+    assert found.pop(block) is False
+    assert set(found.values()) == {True}
     assert results == {Result.PARTIAL: 1}
 
 
@@ -282,7 +286,8 @@ def test_digests_of_another_request_are_refused(more):
 )
 def test_other_formats_are_refused(here, text):
     result, line = refusal(here)
-    assert result == "format" and text in line
+    assert result == "format"
+    assert text in line
 
 
 def test_names_and_packings_are_a_part_of_the_format():
@@ -305,19 +310,22 @@ def test_another_number_of_groups_is_refused():
     sent = handover.opened(prefilled(), SECRET)
     sent.parts *= 2
     result, line = refusal(nwor=handover.sealed(sent, SECRET))
-    assert result == "format" and "of 2 KV-cache groups, and 1 are" in line
+    assert result == "format"
+    assert "of 2 KV-cache groups, and 1 are" in line
 
 
 def test_another_version_is_refused_before_it_is_read():
     body = b"nwor0" + msgspec.msgpack.encode("another layout")
     data = hmac.digest(SECRET, body, "sha256") + body
     result, line = refusal(nwor=base64.b64encode(data).decode())
-    assert result == "format" and "another version" in line
+    assert result == "format"
+    assert "another version" in line
 
 
 def test_another_secret_is_refused():
     result, line = refusal(secret=b"t" * 32)
-    assert result == "signature" and "vllm:nwor_audit_handovers" in line
+    assert result == "signature"
+    assert "vllm:nwor_audit_handovers" in line
 
 
 def test_every_bit_is_signed():
@@ -348,7 +356,8 @@ def test_how_large_it_is():
         )
         given.add(0, found, sums)
         sent = given.sent([handover.format_of(of[0], 1)])
-        assert sent is not None and sent.parts[0].columns
+        assert sent is not None
+        assert sent.parts[0].columns
         return len(handover.sealed(sent, SECRET))
 
     text = Path(__file__).parents[2].joinpath("docs/audit.md").read_text()
@@ -391,7 +400,8 @@ def test_a_secret_that_is_missing_or_short(content, tmp_path):
     with pytest.raises(NworConfigError) as raised:
         NworConfig.from_env(env, looks_at_files=True)
     why = "No such file" if content is None else f"it has {len(content.strip())} bytes"
-    assert why in str(raised.value) and str(path) in str(raised.value)
+    assert why in str(raised.value)
+    assert str(path) in str(raised.value)
     assert f"at least {MIN_SECRET_BYTES} bytes" in str(raised.value)
     NworConfig.from_env(env)
     NworConfig.from_env(env | {"VLLM_NWOR_AUDIT": "off"}, looks_at_files=True)
@@ -414,7 +424,8 @@ def test_digests_leave_with_the_params_that_the_connector_returns(params, monkey
     with nwor_log() as lines:
         found = scheduler_hooks._connector_finished(answers, scheduler, (of,), {})
         again = scheduler_hooks._connector_finished(answers, scheduler, (of,), {})
-    assert again == (True, params) and scheduler.nwor_given == {}
+    assert again == (True, params)
+    assert scheduler.nwor_given == {}
     if params is None:
         assert found == (True, None)
         assert "returned no kv_transfer_params" in lines[0]
