@@ -65,8 +65,8 @@ class Result(enum.StrEnum):
 
 
 class Part(msgspec.Struct, array_like=True):
-    """Of a KV-cache group. rows: 0 for a block without a digest. columns: none if there
-    is such a block."""
+    """Of a KV-cache group. rows: 0 for a block without a digest, which is in no
+    column."""
 
     format: dict[str, str]
     rows: bytes
@@ -216,13 +216,13 @@ class Given:
         """None before the last token was computed."""
         if len(self._slots) < len(self._rows):
             return None
-        columns = [
-            b"" if (rows == 0).any() else column.tobytes()
-            for rows, column in zip(self._rows, self._columns, strict=True)
+        slots = [self._slots[place] for place in range(len(self._rows))]
+        sums = zip(self._rows, self._columns, slots, strict=True)
+        parts = [
+            Part(about, *(of.tobytes() for of in of_group))
+            for about, of_group in zip(formats, sums, strict=True)
         ]
-        slots = [self._slots[place].tobytes() for place in range(len(columns))]
-        rows = [of.tobytes() for of in self._rows]
-        return Sent(*self._about, list(map(Part, formats, rows, columns, slots)))
+        return Sent(*self._about, parts)
 
 
 class Taken:
@@ -250,7 +250,7 @@ class Taken:
         layer, num_layers = -1, 0
         # Columns are over all blocks, and say nothing where one computed here differs.
         is_whole = np.array_equal(np.unique(here), np.arange(len(rows)))
-        if len(columns) and is_whole and is_loaded[mine][is_wrong].all():
+        if is_whole and is_loaded[mine][is_wrong].all():
             differs = column_sums(here, digests) != columns
             num_layers = int(np.count_nonzero(differs))
             layer = int(differs.argmax()) if num_layers else -1
