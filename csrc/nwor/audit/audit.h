@@ -319,7 +319,7 @@ struct AuditResolveArgs : AuditStep {
   int64_t num_scanned;
   int64_t num_hit_blocks;
   FindingsHeader* findings_to;  // as AuditGroup::header, memory that the host reads
-  int64_t* digests_to;  // as AuditGroup::digests, with num_sums more; the same
+  int64_t* digests_to;          // as AuditGroup::digests, with num_sums more; the same
   const int32_t* cu_num_logits = nullptr;  // [num_reqs], or nullptr: no drafts
   Acceptance acceptance{};
   const AuditHit* hits = nullptr;  // on the host

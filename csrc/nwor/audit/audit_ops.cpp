@@ -55,8 +55,7 @@ int64_t* digests_of(const Call& call, const OptionalTensor& digests_to) {
   }
   auto* const to = on_host<int64_t>(call.op(), "digests_to", *digests_to, 2);
   call.size_is("digests_to", *digests_to, 0, 1 + 2 * group.max_digests, "as digests");
-  call.size_is("digests_to", *digests_to, 1,
-               sizeof(BlockDigest) / 8 + group.num_sums(),
+  call.size_is("digests_to", *digests_to, 1, sizeof(BlockDigest) / 8 + group.num_sums(),
                "the columns of digests, and those of contents or the slots of a block, "
                "whichever are more");
   return to;

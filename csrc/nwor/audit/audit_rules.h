@@ -460,9 +460,8 @@ struct KeepRequests : AuditResolveArgs {
                   row.position + 1 - block_size, seat.generation, 0, kComputed, 0, 0});
     }
     if (is_end && (seat.handover & kGives) != 0 && row.slot >= 0 && max_digests > 0) {
-      add_digest(*this,
-                 {row.hash, row.slot / block_size, block * block_size, seat.generation,
-                  row.position % block_size + 1, kTail, 0, 0});
+      add_digest(*this, {row.hash, row.slot / block_size, block * block_size,
+                         seat.generation, row.position % block_size + 1, kTail, 0, 0});
     }
     if (is_end) {
       seat.hash = row.hash;
@@ -633,8 +632,7 @@ struct AdoptHit : AuditResolveArgs {
     const int64_t num_slots = hit.length - first;
     if ((seat.handover & kTakes) != 0 && num_slots < block_size &&
         num_identities == num_slots) {
-      add_digest(*this,
-                 {hash, there, first, seat.generation, num_slots, kTail, 0, 0});
+      add_digest(*this, {hash, there, first, seat.generation, num_slots, kTail, 0, 0});
     }
   }
 };
