@@ -178,7 +178,7 @@ class FolderConnector(KVConnectorBase_V1):
 class Pair(FolderConnector):
     """For two engines, one that prefills and one that decodes: all blocks of a prompt,
     its last one included, go to files of the request's own. Asynchronous loads go up to
-    the last token, as those of vLLM's NixlConnector do."""
+    the last token, as those of vLLM's NixlConnector do; and a request is loaded once."""
 
     def paths(self, request: Any, end: int) -> Iterator[Path]:
         params = request.kv_transfer_params or {}
@@ -194,6 +194,13 @@ class Pair(FolderConnector):
             return 0, False
         num_tokens = request.num_prompt_tokens - (not self._is_async)
         return self.answer(request, num_tokens, num_computed_tokens), self._is_async
+
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if params := request.kv_transfer_params:
+            params["do_remote_prefill"] = False
 
     def build_connector_meta(self, scheduler_output: Any) -> Transfers:
         transfers, self._next = self._next, Transfers()

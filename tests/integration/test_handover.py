@@ -105,7 +105,8 @@ class World:
         params: Any,
         salt: str | None = None,
     ) -> Any:
-        extra = {"extra_args": {"kv_transfer_params": params}} if params else {}
+        # The connector changes its own.
+        extra = {"extra_args": {"kv_transfer_params": {**params}}} if params else {}
         return engine.run([Request(name, text, number, params=extra, salt=salt)])
 
     def totals(self, engine: Engine) -> dict[str, int]:

@@ -236,6 +236,23 @@ def test_a_request_in_the_middle_takes_and_gives():
     assert judged(instance)[1] == {Result.VERIFIED: 1}
 
 
+@pytest.mark.parametrize(
+    ("params", "results"),
+    [
+        (None, {}),
+        ({"kv_versions": True}, {}),
+        ({"do_remote_decode": True, "do_remote_prefill": False}, {}),
+        ({"do_remote_decode": False, "do_remote_prefill": True}, {"missing": 1}),
+        # When the connector has begun to load.
+        ({"do_remote_decode": False, "do_remote_prefill": False}, {"missing": 1}),
+    ],
+)
+def test_requests_of_which_digests_are_expected(params, results):
+    instance = Handovers([group()], SECRET, 1)
+    instance.begin(HERE, request(params))
+    assert instance.results == results
+
+
 def test_a_request_that_ended_is_forgotten():
     instance = decoder()
     instance.end(HERE)

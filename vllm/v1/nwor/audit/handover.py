@@ -307,7 +307,8 @@ class Handovers:
             about = new.request_id, text, len(new.prompt), self._groups
             self._given[generation] = Given(*about)
             handover |= Handover.GIVES
-        if params.get(TAKES):
+        # Connectors of vLLM's set TAKES to False when they have begun to load.
+        if KEY in params or (TAKES in params and not params.get(GIVES)):
             try:
                 sent = self._open(params, text)
             except Refused as refused:
