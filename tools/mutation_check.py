@@ -53,6 +53,7 @@ TESTS = (
     "tests/unit/test_audit.py",
     "tests/unit/test_loads.py",
     "tests/unit/test_conformance.py",
+    "tests/unit/test_handover.py",
     "tests/unit/test_incident.py",
     "tests/unit/test_adapters.py",
     "tests/unit/test_weights.py",

@@ -175,6 +175,47 @@ class FolderConnector(KVConnectorBase_V1):
         return failed
 
 
+class Pair(FolderConnector):
+    """For two engines, one that prefills and one that decodes: all blocks of a prompt,
+    its last one included, go to files of the request's own. Asynchronous loads go up to
+    the last token, as those of vLLM's NixlConnector do; and a request is loaded once."""
+
+    def paths(self, request: Any, end: int) -> Iterator[Path]:
+        params = request.kv_transfer_params or {}
+        name = params.get("remote_request_id", request.request_id)
+        for number in range(-(-end // self._size)):
+            yield self._folder / f"{name}-{number}.pt"
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        self._local[request.request_id] = num_computed_tokens
+        if not (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            return 0, False
+        num_tokens = request.num_prompt_tokens - (not self._is_async)
+        return self.answer(request, num_tokens, num_computed_tokens), self._is_async
+
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if params := request.kv_transfer_params:
+            params["do_remote_prefill"] = False
+
+    def build_connector_meta(self, scheduler_output: Any) -> Transfers:
+        transfers, self._next = self._next, Transfers()
+        return transfers
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if not (request.kv_transfer_params or {}).get("do_remote_decode"):
+            return False, None
+        is_delayed, _ = super().request_finished(request, block_ids)
+        about = {"remote_request_id": request.request_id}
+        return is_delayed, {"do_remote_prefill": True, **about}
+
+
 # -- faults, by the case that has to show them -------------------------------------
 
 

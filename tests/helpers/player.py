@@ -57,6 +57,7 @@ class Outputs:
 
     prompts: with the placeholder tokens of images. logprobs: for each position (token,
     logprob, rank) in vLLM's order. cached: prompt tokens found in the prefix cache.
+    transfer_params: kv_transfer_params, of requests that return some.
     """
 
     prompts: dict[str, list[int]] = field(default_factory=dict)
@@ -67,11 +68,14 @@ class Outputs:
     finish: dict[str, str | None] = field(default_factory=dict)
     text: dict[str, str] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
+    transfer_params: dict[str, Any] = field(default_factory=dict)
     num_steps: int = 0
 
     def add(self, output: Any, several: bool) -> None:
         """Stores a RequestOutput; later ones of a request replace earlier ones."""
         self.prompts[output.request_id] = output.prompt_token_ids
+        if (params := output.kv_transfer_params) is not None:
+            self.transfer_params[output.request_id] = params
         for completion in output.outputs:
             name = output.request_id
             if several:

@@ -44,8 +44,9 @@ from vllm_nwor.audit import build, fingerprints, state, tables
 from vllm_nwor.audit import findings as audit_findings
 from vllm_nwor.audit import observer as audit_observer
 from vllm_nwor.audit.findings import AuditError, Finding, Findings, Found, Writer
-from vllm_nwor.audit.loads import CUT, zeros_of
+from vllm_nwor.audit.loads import COMPUTED, CUT, FOUND, LOADED, TAIL, zeros_of
 from vllm_nwor.audit.observer import RunnerAudit
+from vllm_nwor.audit.requests import Handover
 from vllm_nwor.audit.state import Audit
 from vllm_nwor.audit.states import Sizes as StateSizes
 from vllm_nwor.audit.states import States
@@ -439,24 +440,33 @@ class World:
         blocks = []
 
         def judge(of, failed, found):
-            for rows in (of.computed, of.loaded):
-                blocks.extend(audit_findings._rows(rows))
+            for rows in (of.computed, of.others):
+                for head, sums in audit_findings._rows(rows, max(self.num_layers, N)):
+                    num = head[4] if head[5] == TAIL else self.num_layers
+                    blocks.append((head, sums[: 8 * num]))
 
         self.audit.outbox._judge = judge
         return blocks
 
-    def digest(self, text, block, position, name, num_loaded=0):
-        """What `filled` has of a block that ends a text."""
-        group, own = self.audit.groups[0], text[position : position + N]
-        sums = []
-        for name_of_layer in group.names:
-            layer = int(name_of_layer.removeprefix("layer"))
-            slots = [self.slot(layer, block * N + o) for o in range(N)]
-            words = [checksum(s) + o * GAMMA for o, s in enumerate(slots, 1)]
-            sums.append(sum(map(mix, words)) % 2**64)
-        hashes = [signed(identity(part)) for part in (text[: position + N], own)]
+    def digest(self, text, block, position, name, num_slots=0, kind=None):
+        """What `filled` has of a block that ends a text; of a tail by slot."""
+        size = num_slots if kind == TAIL else N
+        group, own = self.audit.groups[0], text[position : position + size]
+        numbers = [int(name.removeprefix("layer")) for name in group.names]
+        checksums = [
+            [checksum(self.slot(layer, block * N + o)) for layer in numbers]
+            for o in range(size)
+        ]
+        sums = [
+            sum(mix(word + n * GAMMA) for n, word in enumerate(words, 1)) % 2**64
+            for words in (checksums if kind == TAIL else zip(*checksums, strict=True))
+        ]
+        hashes = [signed(identity(part)) for part in (text[: position + size], own)]
         generation = self.audit.requests[name].generation
-        head = [hashes[0], block, position, generation, num_loaded, hashes[1], 1]
+        if kind is None:
+            kind = LOADED if num_slots else COMPUTED
+        about = block, position, generation, num_slots, kind
+        head = [hashes[0], *about, hashes[1], 1]
         return head, np.array(sums, np.uint64).tobytes()
 
     def found(self):
@@ -1481,6 +1491,46 @@ def test_digests_are_taken_of_whole_blocks_that_were_loaded():
     assert blocks == [world.digest(world.requests["b"].text, 4, 12, "b")]
 
 
+@pytest.mark.parametrize("handover", range(4))
+def test_digests_of_requests_that_are_handed_over(handover):
+    """Of one that takes its blocks: also of those found in the cache, and of its tail
+    by slot. Of one that gives them: of the end that each step leaves."""
+    world = World(loads=Loads.UNKNOWN, num_digests=6)
+    assert world.runs("a", TEXT[:4], [1]) == []
+    blocks = world.filled()
+    world.audit.outbox.begin_handover = lambda *_: handover
+    world.fill(TEXT[:10], 4, [1, 2, 3])
+    world.local = {"b": 4}
+    assert world.runs("b", TEXT[:11], [1, 2, 3], hit=10) == []
+    expected = [world.digest(TEXT, 2, 4, "b", N)]
+    if handover:
+        expected.append(world.digest(TEXT, 1, 0, "b", 0, FOUND))
+    if handover & Handover.GIVES:
+        expected.append(world.digest(TEXT, 3, 8, "b", 3, TAIL))
+    if handover & Handover.TAKES:
+        expected.append(world.digest(TEXT, 3, 8, "b", 2, TAIL))
+    assert sorted(one for one in blocks if one[0][-1]) == sorted(expected)
+    blocks.clear()
+    # The block's end is a tail, too: the other engine computes its last token.
+    assert world.step(b=1) == []
+    expected = [world.digest(world.requests["b"].text, 3, 8, "b")]
+    if handover & Handover.GIVES:
+        expected.append(world.digest(world.requests["b"].text, 3, 8, "b", N, TAIL))
+    assert sorted(blocks) == sorted(expected)
+
+
+def test_a_draft_that_is_rejected_is_no_part_of_a_tail():
+    world = World(loads=Loads.UNKNOWN, num_digests=4)
+    world.audit.outbox.begin_handover = lambda *_: Handover.GIVES
+    blocks = world.filled()
+    world.add("a", TEXT[:5], [1, 2])
+    assert world.step(a=5) == []
+    blocks.clear()
+    assert world.step(a=Work(1, (31, 32), 1)) == []
+    text = world.requests["a"].text
+    assert blocks == [world.digest(text, 2, 4, "a", 3, TAIL)]
+
+
 def test_a_block_that_was_loaded_in_part_is_no_version_of_its_text():
     """The request goes on in it. Nor is the next one that begins there, from its own
     text, mistaken for it."""
@@ -1913,12 +1963,12 @@ def test_an_output_that_is_read_while_one_is_attached_counts_as_read(monkeypatch
 class Payload:
     """Of an output, while which is made another thread counts."""
 
-    weights_changed = None
+    weights_changed, given = None, {}
 
     def __init__(self, meanwhile):
         self.meanwhile = meanwhile
 
-    def with_audit(self, counts, weights_changed):
+    def with_audit(self, counts, *_):
         self.meanwhile()
         self.counts = counts
         return self

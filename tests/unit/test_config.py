@@ -35,12 +35,14 @@ def test_every_variable_is_read():
         *("MAX_LOG_ROWS=64", "SHADOW_BLOCKS=12"),
         *("AUDIT=raise", "AUDIT_MIB=0", "AUDIT_FILE=found.json"),
         *("AUDIT_STALE=count", "AUDIT_STORE=own", "AUDIT_INCIDENT=incident.json"),
+        "AUDIT_SECRET=secret",
     )
     config = NworConfig.from_env(dict(f"VLLM_NWOR_{one}".split("=") for one in given))
 
     steps = (Mode.STAGE, False, Strict.STARTUP, True, 64, 12)
     audit = (AuditMode.RAISE, 0, "found.json", StaleMode.COUNT, Store.OWN)
-    assert config == NworConfig(*steps, *audit, audit_incident="incident.json")
+    files = {"audit_incident": "incident.json", "audit_secret": "secret"}
+    assert config == NworConfig(*steps, *audit, **files)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_the_dashboard_has_what_grafana_requires_and_shows_every_metric():
         assert len({target["refId"] for target in targets}) == len(targets) > 0
         assert all(one["datasource"] == source for one in (panel, *targets))
     audits = [f"audit_{name}" for name in ("findings", *AUDIT_COUNTERS)]
-    audits += (WEIGHT_CHANGES, *VERSION_COUNTERS)
+    audits += (WEIGHT_CHANGES, "audit_handovers", *VERSION_COUNTERS)
     ours = {f"vllm:nwor_{name}_total" for name in (*COUNTERS, "fallbacks", *audits)}
     shown = set(re.findall(r"vllm:nwor\w+", monitoring.DASHBOARD.read_text()))
     assert shown == ours | {"vllm:nwor_info"}

@@ -62,7 +62,11 @@ static_assert(sizeof(SlotRecord) == 32, "a SlotRecord is a row of records");
 // load fills are kSlotLoaded. Unknown: any slot of a hit may have been filled.
 enum Loads : int64_t { kNoLoads, kKnownLoads, kUnknownLoads };
 
-// A row of `seats`, int64 [num_seats, 9]: a request in the batch.
+// Flags: what a request has to do with other engines. It gives its keys and values to
+// one that decodes, or takes them from one that has computed the prompt.
+enum Handover : int64_t { kNoHandover = 0, kGives = 1, kTakes = 2 };
+
+// A row of `seats`, int64 [num_seats, 10]: a request in the batch.
 struct Seat {
   uint64_t hash;  // H of its last committed position
   int64_t length;
@@ -73,8 +77,9 @@ struct Seat {
   uint64_t seed;       // H in front of its first position
   int64_t num_features;
   int64_t last_of_hit;  // the token at hit_length - 1; -1: a place in an image
+  int64_t handover;  // of Handover
 };
-static_assert(sizeof(Seat) == 72, "a Seat is a row of seats");
+static_assert(sizeof(Seat) == 80, "a Seat is a row of seats");
 
 // Positions [begin, end) of a text that hold an image, or another input that is not
 // tokens. A row of `features`, int64 [num_seats * kMaxFeatures, 3].
@@ -154,27 +159,34 @@ struct FindingsHeader {
 };
 static_assert(sizeof(FindingsHeader) == sizeof(Finding), "it is a row of findings");
 
-// A row of `digests`, int64 [1 + 2 * max_digests, 7]: a block whose digest goes to the
-// host (loads.py). The first max_digests rows are of blocks that requests have filled
-// in this step, the others of blocks that loads have. On the host the checksums of the
-// block follow, one for each column of `contents`: a sum over its slots.
+// Of a block whose digest is taken. Computed: a request has filled it in this step.
+// Loaded: a load has. Of requests with a Handover also: found, in the cache; tail, a
+// text's last block, full or not: by slot.
+enum DigestKind : int64_t { kComputed, kLoaded, kFound, kTail };
+
+// A row of `digests`, int64 [1 + 2 * max_digests, 8]: a block whose digest goes to the
+// host (loads.py). The first max_digests rows are of computed blocks, the others of all
+// other kinds. On the host AuditGroup::num_sums checksums follow: one for each column
+// of `contents`, a sum over the block's slots; of a tail one for each slot, a sum over
+// the columns.
 struct BlockDigest {
   uint64_t hash;  // H of its last filled slot; 0: its text is not known
   int64_t block;
   int64_t position;  // of its first slot
   int64_t generation;
-  int64_t num_loaded;  // slots that a load has filled; 0: a request has filled it
-  uint64_t tokens;     // a sum over the block's own tokens, wherever it lies in a text
-  int64_t is_known;    // each of its slots has checksums
+  int64_t num_slots;  // that a load has filled; of a tail: that it has
+  int64_t kind;       // DigestKind
+  uint64_t tokens;    // a sum over the block's own tokens, wherever it lies in a text
+  int64_t is_known;   // each of its slots has checksums
 };
-static_assert(sizeof(BlockDigest) == 56, "a BlockDigest is a row of digests");
+static_assert(sizeof(BlockDigest) == 64, "a BlockDigest is a row of digests");
 
 // How many there are; the row in front of the others. step: set on the host only.
 struct DigestsHeader {
   int64_t num_computed;
-  int64_t num_loaded;
+  int64_t num_others;
   int64_t step;
-  int64_t unused[4];
+  int64_t unused[5];
 };
 static_assert(sizeof(DigestsHeader) == sizeof(BlockDigest), "it is a row of digests");
 
@@ -219,6 +231,10 @@ struct AuditGroup {
   NWOR_HOST_DEVICE int64_t num_slots() const { return num_blocks * block_size; }
   NWOR_HOST_DEVICE BlockDigest* digest_at(int64_t row) const {
     return reinterpret_cast<BlockDigest*>(digests + 1) + row;
+  }
+  // Of a row of digests on the host.
+  NWOR_HOST_DEVICE int64_t num_sums() const {
+    return num_columns > block_size ? num_columns : block_size;
   }
   NWOR_HOST_DEVICE int64_t kept_block(int64_t number) const {
     return num_blocks + number % num_stored;
@@ -304,7 +320,7 @@ struct AuditResolveArgs : AuditStep {
   int64_t num_scanned;
   int64_t num_hit_blocks;
   FindingsHeader* findings_to;  // as AuditGroup::header, memory that the host reads
-  int64_t* digests_to;  // as AuditGroup::digests, with num_columns more; the same
+  int64_t* digests_to;          // as AuditGroup::digests, with num_sums more; the same
   const int32_t* cu_num_logits = nullptr;  // [num_reqs], or nullptr: no drafts
   Acceptance acceptance{};
   const AuditHit* hits = nullptr;  // on the host

@@ -55,9 +55,9 @@ int64_t* digests_of(const Call& call, const OptionalTensor& digests_to) {
   }
   auto* const to = on_host<int64_t>(call.op(), "digests_to", *digests_to, 2);
   call.size_is("digests_to", *digests_to, 0, 1 + 2 * group.max_digests, "as digests");
-  call.size_is("digests_to", *digests_to, 1,
-               sizeof(BlockDigest) / 8 + group.num_columns,
-               "the columns of digests and of contents");
+  call.size_is("digests_to", *digests_to, 1, sizeof(BlockDigest) / 8 + group.num_sums(),
+               "the columns of digests, and those of contents or the slots of a block, "
+               "whichever are more");
   return to;
 }
 
@@ -135,7 +135,8 @@ StatesArgs states_of(const Call& call, AuditStep step, const Tensor& state_table
 }  // namespace
 
 void audit_seat(Tensor tables, Tensor tokens, int64_t seat, int64_t generation,
-                int64_t seed, bool opaque, int64_t loads, Tensor features) {
+                int64_t seed, bool opaque, int64_t loads, int64_t handover,
+                Tensor features) {
   const Call call = call_of("audit_seat", tables);
   const auto* const of_hit = call.values<int32_t>("tokens", tokens);
   const int64_t length = tokens.size(0);
@@ -152,7 +153,7 @@ void audit_seat(Tensor tables, Tensor tokens, int64_t seat, int64_t generation,
                      of_hit,
                      seat,
                      {0, 0, generation, opaque ? 1 : 0, length, loads,
-                      static_cast<uint64_t>(seed), num_features, -1},
+                      static_cast<uint64_t>(seed), num_features, -1, handover},
                      {}};
   std::copy_n(reinterpret_cast<const Feature*>(of_host), num_features,
               args.fresh_features);

@@ -138,11 +138,11 @@ NWOR_RULE int64_t least(int64_t a, int64_t b) {
 // A block whose digest goes to the host at the end of the step. Beyond max_digests
 // there is no room: for what requests fill there is always, by the host's choice.
 NWOR_RULE void add_digest(const AuditGroup& group, const BlockDigest& digest) {
-  const bool is_loaded = digest.num_loaded > 0;
+  const bool is_other = digest.kind != kComputed;
   DigestsHeader& header = *group.digests;
-  const int64_t number = count(is_loaded ? header.num_loaded : header.num_computed);
+  const int64_t number = count(is_other ? header.num_others : header.num_computed);
   if (number < group.max_digests) {
-    *group.digest_at(number + (is_loaded ? group.max_digests : 0)) = digest;
+    *group.digest_at(number + (is_other ? group.max_digests : 0)) = digest;
   }
 }
 
@@ -460,8 +460,13 @@ struct KeepRequests : AuditResolveArgs {
       expected_at(seat_index, block) = row.hash;
     }
     if (is_kept && is_block_end(row.position) && row.slot >= 0 && max_digests > 0) {
-      add_digest(*this, {seat.opaque ? 0 : row.hash, row.slot / block_size,
-                         row.position + 1 - block_size, seat.generation, 0, 0, 0});
+      add_digest(*this,
+                 {seat.opaque ? 0 : row.hash, row.slot / block_size,
+                  row.position + 1 - block_size, seat.generation, 0, kComputed, 0, 0});
+    }
+    if (is_end && (seat.handover & kGives) != 0 && row.slot >= 0 && max_digests > 0) {
+      add_digest(*this, {row.hash, row.slot / block_size, block * block_size,
+                         seat.generation, row.position % block_size + 1, kTail, 0, 0});
     }
     if (is_end) {
       seat.hash = row.hash;
@@ -619,10 +624,20 @@ struct AdoptHit : AuditResolveArgs {
     }
     count(header->num_identities, seat.opaque ? 0 : num_identities);
     count(header->num_unverified, num_unverified);
-    if (num_loaded > 0 && !seat.opaque && max_digests > 0) {
-      const int64_t first = b * block_size;
-      add_digest(*this, {hash, slot(hit.row, first) / block_size, first,
-                         seat.generation, num_loaded, 0, 0});
+    if (seat.opaque || max_digests == 0) {
+      return;
+    }
+    const int64_t first = b * block_size;
+    const int64_t there = slot(hit.row, first) / block_size;
+    const bool is_handed = seat.handover != kNoHandover;
+    if (num_loaded > 0 || (is_handed && num_identities == block_size)) {
+      add_digest(*this, {hash, there, first, seat.generation, num_loaded,
+                         num_loaded > 0 ? kLoaded : kFound, 0, 0});
+    }
+    const int64_t num_slots = hit.length - first;
+    if ((seat.handover & kTakes) != 0 && num_slots < block_size &&
+        num_identities == num_slots) {
+      add_digest(*this, {hash, there, first, seat.generation, num_slots, kTail, 0, 0});
     }
   }
 };
@@ -958,7 +973,7 @@ struct TakeDigests : AuditResolveArgs {
   template <typename Team>
   NWOR_RULE void operator()(Team& team) const {
     const int64_t num_computed = least(digests->num_computed, max_digests);
-    const int64_t num_rows = num_computed + least(digests->num_loaded, max_digests);
+    const int64_t num_rows = num_computed + least(digests->num_others, max_digests);
     for (auto [i, end, stride] = team.share(num_rows); i < end; i += stride) {
       take(team, i < num_computed ? i : max_digests + i - num_computed);
     }
@@ -970,25 +985,29 @@ struct TakeDigests : AuditResolveArgs {
     const int64_t first = digest.block * block_size;
     uint64_t tokens = 0;
     uint64_t num_unknown = 0;
-    for (int64_t o = team.index(); o < block_size; o += team.size()) {
+    const bool is_tail = digest.kind == kTail;
+    const int64_t num_slots = is_tail ? digest.num_slots : block_size;
+    for (int64_t o = team.index(); o < num_slots; o += team.size()) {
       const SlotRecord& record = records[first + o];
       tokens += identity_of(record.token, o);
       num_unknown += record.state != kSlotCommitted ||
                      record.content != kContentKnown ||
-                     (o + 1 == block_size && record.hash != digest.hash);
+                     (o + 1 == num_slots && record.hash != digest.hash);
     }
     digest.tokens = team.sum(tokens).total;
     digest.is_known = team.sum(num_unknown).total == 0;
     constexpr int64_t kHead = sizeof(BlockDigest) / sizeof(int64_t);
-    int64_t* const to = digests_to + (1 + row) * (kHead + num_columns);
+    int64_t* const to = digests_to + (1 + row) * (kHead + num_sums());
     if (team.index() == 0) {
       *reinterpret_cast<BlockDigest*>(to) = digest;
     }
-    for (int64_t i = team.index(); i < num_columns; i += team.size()) {
+    for (int64_t i = team.index(); i < (is_tail ? num_slots : num_columns);
+         i += team.size()) {
       uint64_t sum = 0;
-      for (int64_t o = 0; o < block_size; ++o) {
-        sum +=
-            word_at(static_cast<uint32_t>(contents[(first + o) * num_columns + i]), o);
+      for (int64_t n = 0; n < (is_tail ? num_columns : block_size); ++n) {
+        const int64_t o = is_tail ? i : n, column = is_tail ? n : i;
+        sum += word_at(
+            static_cast<uint32_t>(contents[(first + o) * num_columns + column]), n);
       }
       to[kHead + i] = static_cast<int64_t>(sum);
     }
@@ -1129,7 +1148,7 @@ struct Publish : AuditResolveArgs {
       if (max_digests > 0) {
         digests->step = step;
         *reinterpret_cast<DigestsHeader*>(digests_to) = *digests;
-        digests->num_computed = digests->num_loaded = 0;
+        digests->num_computed = digests->num_others = 0;
       }
     }
   }

@@ -9,7 +9,8 @@
 namespace nwor {
 
 void audit_seat(Tensor tables, Tensor tokens, int64_t seat, int64_t generation,
-                int64_t seed, bool opaque, int64_t loads, Tensor features);
+                int64_t seed, bool opaque, int64_t loads, int64_t handover,
+                Tensor features);
 void audit_plan(Tensor tables, Tensor row_seats, Tensor query_start_loc,
                 Tensor block_table, int64_t num_reqs, int64_t num_tokens, int64_t step,
                 Tensor tokens, Tensor positions, Tensor slot_mapping);

@@ -197,7 +197,7 @@ struct AuditStatesWrittenArgs : StatesArgs {
   static constexpr const char* kOp = "audit_states_written";
   const int32_t* cu_num_logits = nullptr;  // [num_reqs], or nullptr: no drafts
   Acceptance acceptance{};
-  // [2, num_seats, num_recurrent, 7 + max_in_group], by batch row, memory that the host
+  // [2, num_seats, num_recurrent, 8 + max_in_group], by batch row, memory that the host
   // reads, or nullptr: of boundaries that the step has left, and of those that requests
   // found where a KV connector was to fill them, a BlockDigest and the samples. A row
   // is of this step if is_known is its number. tokens: the last one of the text.

@@ -758,7 +758,7 @@ struct WrittenStates : StatesPass {
       const PlanRow& last = plan[rows.begin + held.length - start - 1];
       const uint64_t hash = seat.opaque ? 0 : last.hash;
       send_digest(team, rows, g, 0,
-                  {hash, held.block, held.length - 1, seat.generation, 0,
+                  {hash, held.block, held.length - 1, seat.generation, 0, kComputed,
                    static_cast<uint64_t>(last.token < 0 ? -1 : last.token), step});
     }
     const StateSeat& before = state_seats[rows.seat];
@@ -766,7 +766,7 @@ struct WrittenStates : StatesPass {
     const int64_t source = is_hit && start > 0 ? source_of(rows, g, start) : -1;
     if (source > 0 && !seat.opaque && state_records[source].opaque == kLoadedState) {
       send_digest(team, rows, g, 1,
-                  {seat.hash, source, start - 1, seat.generation, 1,
+                  {seat.hash, source, start - 1, seat.generation, 1, kLoaded,
                    static_cast<uint64_t>(seat.last_of_hit), step});
     }
   }

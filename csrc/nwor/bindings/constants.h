@@ -108,6 +108,13 @@ inline bool add_constants(PyObject* module) {
                      {{"NONE", kNoLoads},
                       {"KNOWN", kKnownLoads},
                       {"UNKNOWN", kUnknownLoads}}) &&
+         add_dict<3>(module, "HANDOVERS",
+                     {{"NONE", kNoHandover}, {"GIVES", kGives}, {"TAKES", kTakes}}) &&
+         add_dict<4>(module, "DIGEST_KINDS",
+                     {{"COMPUTED", kComputed},
+                      {"LOADED", kLoaded},
+                      {"FOUND", kFound},
+                      {"TAIL", kTail}}) &&
          add_dict<3>(module, "BLOCK_EVENTS",
                      {{"GIVEN", kGiven}, {"FILLED", kFilled}, {"STORED", kStored}});
 }

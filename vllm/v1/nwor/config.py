@@ -12,6 +12,7 @@ import enum
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 
@@ -113,12 +114,15 @@ ENV_NAMES = (
     AUDIT_STALE := "VLLM_NWOR_AUDIT_STALE",
     AUDIT_STORE := "VLLM_NWOR_AUDIT_STORE",
     AUDIT_INCIDENT := "VLLM_NWOR_AUDIT_INCIDENT",
+    AUDIT_SECRET := "VLLM_NWOR_AUDIT_SECRET",
 )
 SWITCH = ("0", "1")
 # MiB of cache that the audit compares in a step, unless AUDIT_MIB is set.
 DEFAULT_AUDIT_MIB = 32
 # Longer numbers are typing errors; Python refuses to read those of thousands of digits.
 MAX_DIGITS = 100
+# As short as `openssl rand -hex 16` makes one.
+MIN_SECRET_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,7 @@ class NworConfig:
     audit_store: Store = Store.AUTO
     on_reject: OnReject = OnReject.RESTORE
     audit_incident: str = ""
+    audit_secret: str = ""
 
     @property
     def strict(self) -> bool:
@@ -178,6 +183,7 @@ class NworConfig:
             audit_store=Store(read.choice(AUDIT_STORE, Store, "auto")),
             on_reject=OnReject(read.choice(ON_REJECT, OnReject, "restore")),
             audit_incident=read.env.get(AUDIT_INCIDENT, ""),
+            audit_secret=read.env.get(AUDIT_SECRET, ""),
         )
         is_poison = config.on_reject is OnReject.POISON
         if is_poison and config.mode is not Mode.COW and MODE not in read.bad:
@@ -189,6 +195,10 @@ class NworConfig:
         if looks_at_files and is_audited:
             for name in (AUDIT_FILE, AUDIT_INCIDENT):
                 read.bad[name] = audit_file_problem(name, read.env.get(name, ""))
+            try:
+                secret_in(config.audit_secret)
+            except NworConfigError as error:
+                read.bad[AUDIT_SECRET] = str(error)
         if problems := [problem for problem in read.bad.values() if problem]:
             raise NworConfigError(*problems)
         return config
@@ -239,6 +249,22 @@ def audit_file_problem(name: str, value: str) -> str:
         return ""
     allowed = "empty or a path in a folder that exists and that this process can write"
     return _not_allowed(name, value, f"{allowed} to", f" ({why})")
+
+
+def secret_in(path: str) -> bytes:
+    """A key, from the file of VLLM_NWOR_AUDIT_SECRET; empty without one. White space
+    around the file's content does not count. Raises NworConfigError."""
+    if not path:
+        return b""
+    try:
+        content = Path(path).read_bytes().strip()
+        why = f"it has {len(content)} bytes"
+    except OSError as error:
+        content, why = b"", error.strerror or "it cannot be read"
+    if len(content) < MIN_SECRET_BYTES:
+        allowed = f"empty or a file with at least {MIN_SECRET_BYTES} bytes"
+        raise NworConfigError(_not_allowed(AUDIT_SECRET, path, allowed, f" ({why})"))
+    return sha256(content).digest()
 
 
 def _not_allowed(name: str, value: str, allowed: str, why: str = "") -> str:

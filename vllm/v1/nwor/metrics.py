@@ -68,7 +68,11 @@ FALLBACKS = (
 # audit's steps, unverified slots, findings by class and changes of adapters.
 NEWS = ("fallbacks", "info", "audit")
 # Found on the host: told from wrong_prefix, and by digests of loaded blocks.
-ON_HOST = (STALE := "stale_weights", OTHER_TEXT := "other_text")
+ON_HOST = (
+    STALE := "stale_weights",
+    OTHER_TEXT := "other_text",
+    NOT_AS_SENT := "not_as_sent",
+)
 # The KV audit's classes of findings, in the order of FindingClass in
 # csrc/nwor/audit/audit.h, then ON_HOST, and their meaning.
 FINDINGS = {
@@ -89,7 +93,16 @@ FINDINGS = {
     "ring_overwritten": "a row of a ring is read that is not the accepted token's",
     STALE: "a block in a request's table was computed by other weights",
     OTHER_TEXT: "a load brought the block of other tokens",
+    NOT_AS_SENT: "a load brought other bytes than the prefill instance computed",
 }
+# Of the digests that came with requests from a prefill instance, by result; in a
+# payload behind HANDOVER.
+HANDOVER = "handover_"
+HANDOVERS = (
+    *("verified", "wrong", "partial"),
+    *("missing", "malformed", "signature", "request", "format"),
+)
+HANDOVERS_HELP = "Requests with the digests of a prefill instance, by what was compared"
 # In addition to findings; names as in a payload, prefixed with vllm:nwor_audit_.
 AUDIT_COUNTERS = {
     "steps": "Steps that the KV audit has looked at; reported once a second.",
@@ -415,6 +428,7 @@ class AuditPrometheus:
             for name, text in AUDIT_COUNTERS.items()
         }
         changes = create(counter_cls, WEIGHT_CHANGES, WEIGHT_CHANGES_HELP, "route")
+        handovers = create(counter_cls, "audit_handovers", HANDOVERS_HELP, "result")
         self._changes = {
             engine: {route: changes.labels(*values, route) for route in WEIGHT_ROUTES}
             for engine, values in label_values.items()
@@ -431,6 +445,7 @@ class AuditPrometheus:
         self._counters = {
             engine: {name: found.labels(*values) for name, found in others.items()}
             | {kind: findings.labels(*values, kind) for kind in FINDINGS}
+            | {f"{HANDOVER}{r}": handovers.labels(*values, r) for r in HANDOVERS}
             | {ADAPTER_ROUTE: changes.labels(*values, ADAPTER_ROUTE)}
             for engine, values in label_values.items()
         }

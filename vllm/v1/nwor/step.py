@@ -192,7 +192,8 @@ class NewRequest(NamedTuple):
     adapter: its LoRA adapter, without a digest. cache_salt: None or its salt.
     features: (first position, end, identifier) of each image and the like; None if the
     scheduler could not say what its keys and values depend on.
-    has_embeddings: whether prompt embeddings stand for tokens.
+    has_embeddings: whether prompt embeddings stand for tokens. prompt: its tokens.
+    transfer_params: its kv_transfer_params, or None.
     """
 
     request_id: str
@@ -203,6 +204,8 @@ class NewRequest(NamedTuple):
     cache_salt: str | None
     features: Sequence[tuple[int, int, str | None]] | None
     has_embeddings: bool
+    prompt: Sequence[int] | None = None
+    transfer_params: Mapping[str, Any] | None = None
 
 
 class RunningRequest(NamedTuple):

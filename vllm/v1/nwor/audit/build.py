@@ -19,6 +19,7 @@ from ..config import (
     NworConfigError,
     Store,
     audit_file_problem,
+    secret_in,
 )
 from ..layout.caches import (
     ExpectedCaches,
@@ -30,6 +31,7 @@ from ..layout.caches import (
 )
 from ..layout.states import StatesRefused, ring_shortage
 from ..layout.tables import DeviceMemory, LayerCache
+from .handover import Handovers
 from .incident import Engine, Recorder
 from .observer import NAME, RunnerAudit
 from .state import Audit
@@ -97,12 +99,13 @@ def build(
 
     Raises:
         NworError: it is refused, under VLLM_NWOR_STRICT.
-        NworConfigError: a file of it cannot be written.
+        NworConfigError: a file of it cannot be written, or read.
     """
     path = _path_of(caches, AUDIT_FILE, config.audit_file)
     incident = _path_of(caches, AUDIT_INCIDENT, config.audit_incident)
+    secret = secret_in(config.audit_secret)
     try:
-        found = _build(caches, config, storage)
+        found = _build(caches, config, storage, secret)
     except Exception as error:
         found = f"vLLM is not as expected: {error_text(error)}"
     if isinstance(found, str):
@@ -164,7 +167,17 @@ def _about_loads(limits: RunnerLimits, config: NworConfig) -> list[str]:
         how = "compared with what this engine has computed"
     else:
         how = "compared with what this engine has computed, which may differ from it"
+    if config.audit_secret:
+        how += ", and with the digests of prefill instances"
+        how += no and f": {no}" if (no := _no_handovers(limits, config)) else ""
     return [f"loads: {how}"]
+
+
+def _no_handovers(limits: RunnerLimits, config: NworConfig) -> str:
+    """Why no digests travel between instances, or nothing."""
+    if limits.loads is Loads.NONE or not config.audit_mib:
+        return "no load is compared"
+    return limits.bytes_changed_by and "bytes are changed on the way"
 
 
 def _refusal(limits: RunnerLimits) -> str:
@@ -177,7 +190,10 @@ def _refusal(limits: RunnerLimits) -> str:
 
 
 def _build(
-    caches: RunnerCaches, config: NworConfig, storage: torch.Tensor | None
+    caches: RunnerCaches,
+    config: NworConfig,
+    storage: torch.Tensor | None,
+    secret: bytes,
 ) -> tuple[Audit, torch.Tensor | None, list[str]] | str:
     """The audit, the storage that it uses, and what it says of recurrent states; or why
     there is no audit. Raises any exception if vLLM is not as expected."""
@@ -229,7 +245,11 @@ def _build(
                 states = States(followed, *of_runner)
             except StatesRefused as refused:
                 reason = str(refused)
-        more = caches.adapters, states, _is_own(limits, config)
+        handovers = None
+        # Only the outputs of the first rank reach the scheduler.
+        if secret and caches.rank == 0 and not _no_handovers(limits, config):
+            handovers = Handovers(groups, secret, caches.world_size)
+        more = caches.adapters, states, _is_own(limits, config), handovers
         return Audit(groups, *about, limits.is_async, *more)
 
     try:

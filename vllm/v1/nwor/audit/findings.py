@@ -22,15 +22,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from .. import ops
 from ..config import StaleMode
-from ..metrics import FINDINGS, ON_HOST, STALE
+from ..metrics import FINDINGS, HANDOVER, ON_HOST, STALE
 from ..ops import shared
+from ..step import NewRequest
 from .fingerprints import Fingerprints
-from .loads import CUT, Digests, Wrong, zeros_of
-from .requests import Identity, Requests
+from .handover import Handovers
+from .loads import CUT, LOADED, Digests, Heads, Wrong, zeros_of
+from .requests import Handover, Identity, Requests
 from .states import States
 from .tables import MAX_KEPT, AuditedGroup, digest_rows
 
@@ -214,6 +217,9 @@ class Found:
     Slots that a request took over: num_unverified: that could not be verified;
     num_verified: that a load filled, with the right bytes; num_failed: whose load was
     reported as failed.
+
+    handovers: results of requests that decode here (handover.Result). given: what goes
+    out with the kv_transfer_params of requests, by name.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -222,16 +228,18 @@ class Found:
     num_unverified: int = 0
     num_verified: int = 0
     num_failed: int = 0
+    handovers: Counter[str] = field(default_factory=Counter)
+    given: dict[str, str] = field(default_factory=dict)
 
 
 class Filled(NamedTuple):
     """The digests of a step, of a group by its place: of the blocks that requests have
-    filled, and of those that loads have. Rows as BlockDigest of audit.h."""
+    filled, and others. Rows as BlockDigest of audit.h."""
 
     place: int
     step: int
     computed: torch.Tensor
-    loaded: torch.Tensor
+    others: torch.Tensor
 
 
 class Judged(NamedTuple):
@@ -245,7 +253,7 @@ class Judged(NamedTuple):
 
 
 # Findings about a load; none if it was reported as failed.
-OF_LOADS = ("handed_on", "never_loaded", "other_text")
+OF_LOADS = ("handed_on", "never_loaded", "other_text", "not_as_sent")
 
 
 class Outbox:
@@ -262,8 +270,9 @@ class Outbox:
         fingerprints: Fingerprints,
         states: States | None = None,
         store_is_own: bool = False,
+        handovers: Handovers | None = None,
     ) -> None:
-        """store_is_own: as Digests.is_own."""
+        """store_is_own: as Digests.is_own. handovers: None if there is no secret."""
         self._groups, self._requests = groups, requests
         self._fingerprints = fingerprints
         self._states = states.layers if states else []
@@ -295,6 +304,7 @@ class Outbox:
             self.digests.append(Digests(states_of.zeros, is_own))
             about = states_of.group_id, 1, states_of.layers, states_of.kind
             self._judged.append(Judged(*about))
+        self._handovers = handovers
         # What has arrived and was not judged yet.
         self._filled: list[Filled] = []
         # Blocks that a load has filled in part, and the request's generation: what it
@@ -335,6 +345,18 @@ class Outbox:
         with self._lock:
             self._found.num_failed += num_slots
 
+    def begin_handover(self, generation: int, new: NewRequest) -> Handover:
+        """A request that is new, or resumed."""
+        if self._handovers is None:
+            return Handover.NONE
+        with self._lock:
+            return self._handovers.begin(generation, new)
+
+    def end_handover(self, generation: int) -> None:
+        with self._lock:
+            assert self._handovers is not None
+            self._handovers.end(generation)
+
     def _arrive(self, waits: bool) -> bool:
         """Reads the oldest slot in flight. Returns whether it could."""
         tables, of_states, arrival = self._on_their_way[0]
@@ -363,10 +385,10 @@ class Outbox:
         for place, (_, digests) in enumerate(tables):
             if digests is not None:
                 most = len(digests) // 2
-                num_computed, num_loaded, of_step = digests[0, :3].tolist()
+                num_computed, num_others, of_step = digests[0, :3].tolist()
                 computed = digests[1 : 1 + min(num_computed, most)].clone()
-                loaded = digests[1 + most :][:num_loaded].clone()
-                self._filled.append(Filled(place, of_step, computed, loaded))
+                others = digests[1 + most :][:num_others].clone()
+                self._filled.append(Filled(place, of_step, computed, others))
         if of_states is not None:
             self._states_arrive(of_states, of_step)
         return True
@@ -406,6 +428,12 @@ class Outbox:
             filled, self._filled = self._filled, []
             for of_group in filled:
                 self._judge(of_group, failed, found)
+            if self._handovers is not None:
+                of = self._handovers
+                found.handovers, of.results = Counter(of.results), Counter()
+                ready, of.ready = of.ready, {}
+                named = ((self._requests.name_of(key), ready[key]) for key in ready)
+                found.given = {name: sent for name, sent in named if name}
         if failed:
             found.findings = [
                 finding
@@ -419,7 +447,10 @@ class Outbox:
         is computed anew from its first failed block on, and what a step with one has
         computed may rest on it."""
         judged, digests = self._judged[of.place], self.digests[of.place]
-        loaded, before = list(_rows(of.loaded)), found.num_unverified
+        num_layers = len(judged.layers)
+        others = list(_rows(of.others, num_layers))
+        loaded = [one for one in others if one[0][_KIND] == LOADED]
+        before = found.num_unverified
         num_verified = num_failed = 0
         # The first position that failed, by generation.
         begins: dict[int, int] = {}
@@ -434,8 +465,9 @@ class Outbox:
             if finding.step == of.step and finding.kind in OF_LOADS
         }
         partly = self._partly[of.place]
+        handed = self._handed(of, begins)
         for head, digest in loaded:
-            text, block, position, generation, num_slots, tokens, is_known = head
+            text, block, position, generation, num_slots, _, tokens, is_known = head
             verdict: Wrong | bool = False
             if position >= begins.get(generation, position + 1):
                 num_failed += num_slots
@@ -443,9 +475,13 @@ class Outbox:
                 pass
             elif num_slots < judged.block_size:
                 partly[block] = generation
-                continue
+                verdict = handed.get((generation, block), False)
+                if verdict is False:
+                    continue
             elif is_known:
                 verdict = digests.judge(text, tokens, digest, generation)
+                if verdict is False:
+                    verdict = handed.get((generation, block), False)
                 if verdict is False:
                     continue
             else:
@@ -455,14 +491,29 @@ class Outbox:
                 num_verified += num_slots
             elif isinstance(verdict, Wrong):
                 found.findings.append(self._finding(judged, head, verdict, of.step))
-        for head, digest in _rows(of.computed):
-            text, block, _, generation, _, tokens, is_known = head
+        for head, digest in _rows(of.computed, num_layers):
+            text, block, _, generation, *_, tokens, is_known = head
             is_its_own = is_known and partly.pop(block, None) != generation
             kept = digest if is_its_own and not begins else CUT
             digests.commit(text, tokens, kept, generation)
         found.num_verified += num_verified
         found.num_failed += num_failed
         self.num_settled += before - found.num_unverified
+
+    def _handed(
+        self, of: Filled, begins: Mapping[int, int]
+    ) -> dict[tuple[int, int], Wrong | bool]:
+        """As Handovers.arrived. begins: the first position that failed, by generation:
+        what lies behind is left out."""
+        if self._handovers is None or of.place >= len(self._groups):
+            return {}
+        rows = torch.cat([of.computed, of.others]).numpy()
+        heads = Heads(*rows[:, : ops.DIGEST_COLUMNS].T)
+        sums = rows[:, ops.DIGEST_COLUMNS :].view(np.uint64)
+        is_there = np.ones(len(rows), bool)
+        for generation, begin in begins.items():
+            is_there &= (heads.generation != generation) | (heads.position < begin)
+        return self._handovers.arrived(of.place, heads.of(is_there), sums[is_there])
 
     def _finding(
         self, of: Judged, head: Sequence[int], wrong: Wrong, step: int
@@ -475,8 +526,8 @@ class Outbox:
             of.layers[wrong.layer] if wrong.layer >= 0 else None,
             wrong.num_layers,
             block,
-            None if of.state else block * of.block_size,
-            position,
+            None if of.state else block * of.block_size + wrong.offset,
+            position + wrong.offset,
             name_of(generation),
             Writer(name_of(wrong.author), wrong.author, 0),
             step,
@@ -487,19 +538,24 @@ class Outbox:
 
 
 def _digests_to(group: AuditedGroup) -> torch.Tensor | None:
-    """Where digests of a step go: as `digests`, each with those of the layers."""
+    """Where digests of a step go: as `digests`, each with those of the layers, or of
+    the slots of a block."""
     num_rows = digest_rows(group.shape)
     if not num_rows:
         return None
     of_group = group.tensors["digests"]
-    size = num_rows, of_group.shape[1] + len(group.names)
+    num_sums = max(len(group.names), group.shape.block_size)
+    size = num_rows, of_group.shape[1] + num_sums
     return torch.zeros(size, dtype=of_group.dtype, pin_memory=of_group.is_cuda)
 
 
-def _rows(rows: torch.Tensor) -> Iterator[tuple[list[int], bytes]]:
+_KIND = Heads._fields.index("kind")
+
+
+def _rows(rows: torch.Tensor, num_layers: int) -> Iterator[tuple[list[int], bytes]]:
     """The columns of BlockDigest, and the digest."""
     heads = rows[:, : ops.DIGEST_COLUMNS].tolist()
-    data = rows[:, ops.DIGEST_COLUMNS :].contiguous().numpy().tobytes()
+    data = rows[:, ops.DIGEST_COLUMNS :][:, :num_layers].contiguous().numpy().tobytes()
     size = len(data) // max(len(heads), 1)
     for number, head in enumerate(heads):
         yield head, data[number * size : (number + 1) * size]
@@ -526,6 +582,7 @@ class Findings:
         self.counts: Counter[str] = Counter()
         self.num_steps = self.num_unverified = self.num_lost = 0
         self.num_verified = self.num_failed = 0
+        self.handovers: Counter[str] = Counter()
         self._only_counted = {STALE} if stale is StaleMode.COUNT else frozenset[str]()
         self._path = Path(path) if path else None
         self._about = about or {}
@@ -542,6 +599,7 @@ class Findings:
             self.num_verified += found.num_verified
             self.num_failed += found.num_failed
             self.num_lost += found.num_lost
+            self.handovers += found.handovers
             self.counts.update(finding.kind for finding in found.findings)
             kept = [one for one in found.findings if one.kind not in self._only_counted]
             if kept:
@@ -566,7 +624,9 @@ class Findings:
     def totals(self) -> dict[str, int]:
         """What the counters vllm:nwor_audit_* are to show, by name or class."""
         with self._lock:
-            return {"steps": self.num_steps, **self._of_slots(), **self.counts}
+            handovers = {f"{HANDOVER}{name}": n for name, n in self.handovers.items()}
+            counts = {**self._of_slots(), **self.counts, **handovers}
+            return {"steps": self.num_steps, **counts}
 
     def _of_slots(self) -> dict[str, int]:
         numbers = self.num_unverified, self.num_verified, self.num_failed
@@ -604,6 +664,7 @@ class Findings:
             "updated": datetime.now(UTC).isoformat(timespec="seconds"),
             "steps": self.num_steps,
             **self._of_slots(),
+            "handovers": self.handovers,
             "num_findings": self.num_findings,
             "counts": self.counts,
             "findings": [asdict(finding) for finding in self.last],

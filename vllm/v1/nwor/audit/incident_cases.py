@@ -40,6 +40,12 @@ CAUSES = {
     "other_text": "a KV connector loaded the block of other tokens (`writer` "
     "computed it): a wrong key, a wrong offset, two requests mixed up. "
     "`expected` and `found` are sums over the tokens",
+    "not_as_sent": "what came from the prefill instance is not what it computed: a "
+    "transfer that was incomplete, late or of other blocks; blocks that were "
+    "overwritten there before they were read, or here since. `position` is that of "
+    "the first token of the block or, in the last one of a prompt, of the first wrong"
+    " slot; with no layer named the blocks of this prompt that were loaded here do "
+    "not say which layers. `expected` and `found` are sums",
     "stale_state": "a recurrent state of the request's own, but of another position: "
     "the number of accepted drafts that the kernels use is wrong",
     "foreign_state": "block tables of two requests are mixed up; `writer` is the other "

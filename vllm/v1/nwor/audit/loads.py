@@ -31,10 +31,11 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..ops import shared
 from .tables import AuditedGroup
 
 logger = logging.getLogger("vllm.v1.nwor")
@@ -58,11 +59,32 @@ UNKNOWN_TEXT = (
 
 _MASK = (1 << 64) - 1
 
+# DigestKind of audit.h.
+COMPUTED, LOADED, FOUND, TAIL = range(4)
+shared("DIGEST_KINDS", ("COMPUTED", "LOADED", "FOUND", "TAIL"))
+
+
+class Heads(NamedTuple):
+    """Columns of BlockDigest, each [n] int64."""
+
+    text: Any
+    block: Any
+    position: Any
+    generation: Any
+    num_slots: Any
+    kind: Any
+    tokens: Any
+    is_known: Any
+
+    def of(self, mask: Any) -> Heads:
+        return Heads(*(column[mask] for column in self))
+
 
 class Wrong(NamedTuple):
     """Why a load is a finding. layer: the first of num_layers that are wrong, a column
     of `contents`. expected, found: their digests; of other_text the sums over the
     tokens. author: generation of the request that computed what was found; 0: unknown.
+    offset: of the first wrong slot in the block, if that is known.
     """
 
     kind: str
@@ -71,6 +93,7 @@ class Wrong(NamedTuple):
     expected: int
     found: int
     author: int = 0
+    offset: int = 0
 
 
 class Digests:

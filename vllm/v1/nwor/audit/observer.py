@@ -185,28 +185,29 @@ class RunnerAudit(Observer):
             AuditError: under VLLM_NWOR_AUDIT=raise, if something was found.
         """
         until = None if self.audit.loads is Loads.NONE else through
-        found = self._take(through, until, failed)
+        found, given = self._take(through, until, failed)
         if found and self._raises:
             raise AuditError(f"{len(found)} findings, the first: {found[0].line()}")
         if payload is None:
             return None
         now, changed = time.monotonic(), self.audit.fingerprints.take()
-        if not (found or changed or now >= self._reported_at + REPORT_SECONDS):
+        if not (found or changed or given or now >= self._reported_at + REPORT_SECONDS):
             return None
         self._reported_at = now
         changes = {ADAPTER_ROUTE: self.audit.requests.num_adapter_changes}
         totals = self.findings.totals() | changes
-        return payload.with_audit(self._news.offer(totals), changed)
+        return payload.with_audit(self._news.offer(totals), changed, given)
 
     def _take(
         self, through: int, until: int | None = None, failed: Collection[int] = ()
-    ) -> Sequence[Finding]:
-        """As Outbox.take; also counts, logs and writes the findings to the files."""
+    ) -> tuple[Sequence[Finding], Mapping[str, str]]:
+        """As Outbox.take; also counts, logs and writes the findings to the files.
+        Returns them, and Found.given."""
         taken = self.audit.outbox.take(through, until, failed)
         found = self.findings.take_in(taken)
         if found and self.audit.recorder:
             self.audit.recorder.found()
-        return found
+        return found, taken.given
 
     @guarded
     def _shut_down(self) -> None:

@@ -8,6 +8,7 @@ read from the host; from then on the device updates the identity.
 
 from __future__ import annotations
 
+import enum
 import itertools
 import logging
 from collections.abc import Collection
@@ -35,6 +36,18 @@ NO_FEATURES = torch.empty(0, FEATURE_COLUMNS, dtype=torch.int64)
 
 
 shared("LOADS", Loads.__members__)
+
+
+class Handover(enum.IntFlag):
+    """What a request has to do with other engines: it gives its blocks to one that
+    decodes, or takes them from one that has prefilled."""
+
+    NONE = 0
+    GIVES = 1
+    TAKES = 2
+
+
+shared("HANDOVERS", Handover.__members__)
 
 
 class Identity(NamedTuple):
@@ -77,7 +90,8 @@ class Request:
     have brought some of them. features: as features_of; with None its identity is not
     looked at. seat: None until it is in a batch, and
     while another has it. was_seated: its text is chained on the device. is_preempted:
-    nothing is computed for it any more; when it is resumed it is another one.
+    nothing is computed for it any more; when it is resumed it is another one. given: as
+    it came, if it gives its blocks away.
     """
 
     generation: int
@@ -88,6 +102,8 @@ class Request:
     seat: int | None = None
     was_seated: bool = False
     is_preempted: bool = False
+    handover: Handover = Handover.NONE
+    given: NewRequest | None = None
 
 
 # The inputs that keys and values at a position depend on, and those that keep requests

@@ -29,12 +29,20 @@ import torch
 from .. import ops
 from ..layout.caches import Loads
 from ..layout.tables import DeviceMemory
-from ..step import Acceptance, LoadedAdapters, Scheduled, Step, Transfer
+from ..step import Acceptance, LoadedAdapters, NewRequest, Scheduled, Step, Transfer
 from ..step import Loads as StepLoads
 from .findings import Outbox
 from .fingerprints import Fingerprints
+from .handover import Handovers
 from .incident import Recorder
-from .requests import NO_FEATURES, Identity, Request, Requests, features_of
+from .requests import (
+    NO_FEATURES,
+    Handover,
+    Identity,
+    Request,
+    Requests,
+    features_of,
+)
 from .states import States
 from .tables import FILLED, GIVEN, STORED, AuditedGroup
 
@@ -70,6 +78,7 @@ class Audit:
         adapters: LoadedAdapters | None = None,
         states: States | None = None,
         store_is_own: bool = False,
+        handovers: Handovers | None = None,
     ) -> None:
         """budget_bytes: of the caches, compared in a step; 0 compares none.
         block_sizes: tokens a block of each KV-cache group, audited or not. is_async:
@@ -87,7 +96,7 @@ class Audit:
         self._states_read: tuple[torch.Tensor, Any] | None = None
         self.fingerprints = Fingerprints(self.groups[0].records.device)
         about = self.groups, self.requests, self.fingerprints, states
-        self.outbox = Outbox(*about, store_is_own)
+        self.outbox = Outbox(*about, store_is_own, handovers)
         self.step = 0
         self._is_async = is_async
         self._block_sizes = tuple(block_sizes)
@@ -149,8 +158,12 @@ class Audit:
         if scheduled is None:
             return
         self._has_drafts = scheduled.has_drafts()
-        self.requests.forget(*scheduled.finished())
-        self.requests.preempt(*scheduled.preempted())
+        finished, preempted = scheduled.finished(), scheduled.preempted()
+        for request in map(self.requests.get, (*finished, *preempted)):
+            if request is not None and request.handover:
+                self.outbox.end_handover(request.generation)
+        self.requests.forget(*finished)
+        self.requests.preempt(*preempted)
         zeroed, copied = scheduled.zeroed_blocks(), scheduled.copied_blocks()
         for group in self.groups:
             self._blocks(group, GIVEN, dict.fromkeys(zeroed, NOBODY).items())
@@ -168,7 +181,8 @@ class Audit:
             source = new.num_computed, new.is_known
             identity = Identity(new.adapter, new.cache_salt, weights)
             about = *source, identity, features_of(new)
-            self._add(owners, new.request_id, new.block_ids, *about)
+            request = self._add(owners, new.request_id, new.block_ids, *about)
+            self._hand_over(request, new)
         for running in scheduled.running_requests():
             name, blocks, num_computed, is_resumed, is_known = running
             request = self.requests[name]
@@ -177,7 +191,9 @@ class Audit:
                 # It is computed again: by the weights and the adapter of now.
                 identity = request.identity._replace(weights=weights)
                 about = num_computed, is_known, identity, request.features
-                self._add(owners, name, blocks, *about)
+                resumed = self._add(owners, name, blocks, *about)
+                if request.given is not None:
+                    self._hand_over(resumed, request.given)
             elif blocks is not None:
                 self._give(owners, request, blocks, 0)
         for group, of_group in zip(self.groups, owners, strict=True):
@@ -191,7 +207,7 @@ class Audit:
         num_computed: int,
         is_known: bool,
         *about: Any,
-    ) -> None:
+    ) -> Request:
         """Adds a new or resumed request. is_known: as in NewRequest. about: a Request's
         fields, from identity on."""
         loads = self.loads
@@ -199,6 +215,12 @@ class Audit:
             loads = Loads.KNOWN
         request = self.requests.add(name, num_computed, loads, *about)
         self._give(owners, request, blocks, num_computed)
+        return request
+
+    def _hand_over(self, request: Request, new: NewRequest) -> None:
+        request.handover = self.outbox.begin_handover(request.generation, new)
+        if request.handover is Handover.GIVES:
+            request.given = new
 
     def _begin_loads(self, loads: StepLoads | None) -> None:
         """Blocks that are loaded from now on hold something else, be it that a request
@@ -400,7 +422,8 @@ class Audit:
         if features is None:
             is_opaque, features = True, NO_FEATURES
         seed = request.identity.seed
-        about = request.generation, seed, is_opaque, request.loads, features
+        of_others = request.loads, request.handover
+        about = request.generation, seed, is_opaque, *of_others, features
         for group in self.groups:
             self._ops.audit_seat(group.tables, tokens, request.seat, *about)
         return tokens

@@ -80,14 +80,16 @@ class StepPayload:
         the audit is on, its counts.
     weights_changed: between which of the worker's steps they were, unannounced; the
         hooks send it apart, because the counts may not be read.
+    given: what goes out with requests' kv_transfer_params, by name; sent apart, too.
     """
 
-    __slots__ = ("news", "slots", "weights_changed")
+    __slots__ = ("given", "news", "slots", "weights_changed")
 
     def __init__(self, slots: Sequence[memoryview], *news: Callable[[], Any]) -> None:
         self.slots = slots
         self.news = news
         self.weights_changed: tuple[int, int] | None = None
+        self.given: Mapping[str, str] = {}
 
     def read(self) -> tuple[Any, ...]:
         before, after = self.slots
@@ -106,10 +108,11 @@ class StepPayload:
         self,
         counts: Callable[[], dict[str, int]],
         weights_changed: tuple[int, int] | None = None,
+        given: Mapping[str, str] | None = None,
     ) -> StepPayload:
         """counts: as News.offer returns it."""
         found = StepPayload(self.slots, *(self.news or (dict, list)), counts)
-        found.weights_changed = weights_changed
+        found.weights_changed, found.given = weights_changed, given or {}
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:

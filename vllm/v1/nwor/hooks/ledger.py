@@ -242,6 +242,14 @@ UPDATE_FROM_OUTPUT = HookTarget(
     "on_commit is called",
     STEP_PROCESSED,
 )
+CONNECTOR_FINISHED = HookTarget(
+    SCHEDULER,
+    "Scheduler._connector_finished",
+    ("self", "request"),
+    "digests of its blocks leave with a request's kv_transfer_params",
+    FIELDS,
+    for_audit=True,
+)
 MAKE_SPEC_DECODING_STATS = HookTarget(
     SCHEDULER,
     "Scheduler.make_spec_decoding_stats",
@@ -497,6 +505,14 @@ CHANGES = (
         LOADS_ANNOUNCED,
         True,
     ),
+    Change(
+        "vllm.v1.outputs.ModelRunnerOutput",
+        "nwor_given",
+        "digests of the blocks of requests that are decoded elsewhere",
+        FIELDS,
+        True,
+    ),
+    Change(f"{SCHEDULER}.Scheduler", "nwor_given", "the same", FIELDS, True),
     Change(
         "vllm.envs.environment_variables",
         "entries for `VLLM_NWOR_*`",

@@ -84,6 +84,8 @@ def _read(
                 _set(output, "nwor_stats", changed, hooks_failed)
                 if steps := changed.weights_changed:
                     _set(output, "nwor_weights", steps, hooks_failed)
+                if changed.given:
+                    _set(output, "nwor_given", changed.given, hooks_failed)
 
 
 def _set(

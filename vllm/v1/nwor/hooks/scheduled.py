@@ -80,6 +80,8 @@ def _new_request(new: Any, known: Any) -> NewRequest:
     """new: vLLM's NewRequestData."""
     salt, _ = (known or {}).get(new.req_id, (None, None))
     lora = getattr(new, "lora_request", None)
+    extra = getattr(getattr(new, "sampling_params", None), "extra_args", None)
+    params = (extra or {}).get("kv_transfer_params")
     features = None
     if known is not None:
         places = [(f.mm_position, f.identifier) for f in new.mm_features or ()]
@@ -93,4 +95,6 @@ def _new_request(new: Any, known: Any) -> NewRequest:
         salt,
         features,
         new.prompt_embeds is not None,
+        getattr(new, "prompt_token_ids", None),
+        params if isinstance(params, Mapping) else None,
     )

@@ -33,8 +33,8 @@ from types import ModuleType
 from typing import Any
 
 from .. import commits
-from ..base.errors import report_failure
-from ..base.wrap import Wrapped, extend, install_all
+from ..base.errors import log_once, report_failure
+from ..base.wrap import Wrapped, argument, extend, install_all
 from ..commits import Commit
 from ..config import AuditMode, NworConfig
 from ..metrics import VERSIONS, WEIGHT_CHANGES, Counted, NworStats
@@ -43,10 +43,12 @@ from . import weights
 from .connectors import FollowedLoads
 from .engine_core import block_sizes
 from .kv_versions import KvVersions
-from .ledger import SCHEDULE, UPDATE_FROM_OUTPUT
+from .ledger import CONNECTOR_FINISHED, SCHEDULE, UPDATE_FROM_OUTPUT
 
 STATS = "vllm.v1.metrics.stats"
 NO_LOADS = Loads()
+# In kv_transfer_params: audit.handover.KEY.
+DIGESTS = "nwor"
 
 # vLLM's Request, its number of tokens, and the Commit that the step will make.
 Pending = tuple[Any, int, Commit]
@@ -64,6 +66,8 @@ def install(module: ModuleType) -> None:
         wrappers[UPDATE_FROM_OUTPUT] = _update_from_output
     if is_audited:
         wrappers[SCHEDULE] = _schedule
+    if is_audited and config.audit_secret:
+        wrappers[CONNECTOR_FINISHED] = _connector_finished
     install_all(module, wrappers)
 
 
@@ -80,6 +84,8 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
     output = args[1] if len(args) > 1 else kwargs["model_runner_output"]
     if steps := getattr(output, "nwor_weights", None):
         weights.changed_unannounced(scheduler, steps)
+    if given := getattr(output, "nwor_given", None):
+        scheduler.nwor_given = {**getattr(scheduler, "nwor_given", {}), **given}
     payload = getattr(output, "nwor_stats", None)
     versions: KvVersions | None = getattr(scheduler, "nwor_versions", None)
     is_idle = payload is None and not stats.report and not commits.registered
@@ -277,6 +283,30 @@ def _schedule(wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any) -> Any:
     except Exception as error:
         _versions_failed(scheduler, error)
     return output
+
+
+def _connector_finished(
+    wrapped: Wrapped, scheduler: Any, args: Any, kwargs: Any
+) -> Any:
+    """Adds the digests of the request's blocks to its kv_transfer_params, if the
+    connector returns some."""
+    found = wrapped(*args, **kwargs)
+    try:
+        given = getattr(scheduler, "nwor_given", None)
+        request = argument(CONNECTOR_FINISHED, "request", args, kwargs)
+        sent = given.pop(request.request_id, None) if given else None
+        if sent is not None:
+            is_delayed, params = found
+            if params is not None:
+                return is_delayed, {**params, DIGESTS: sent}
+            log_once(
+                "audit: digests of a prefilled request",
+                "its KV connector returned no kv_transfer_params; they need some to "
+                "travel with",
+            )
+    except Exception as error:
+        report_failure("audit: digests of prefilled requests are not sent", error)
+    return found
 
 
 def _versions_failed(scheduler: Any, error: Exception) -> None:
