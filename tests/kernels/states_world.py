@@ -156,7 +156,7 @@ class World:
         request.generation = self.requests.add(name, *about).generation
         empty = torch.empty(0, dtype=torch.int32, device=self.device)
         where = self.group.tables, empty, request.seat, request.generation
-        self.lib.audit_seat(*where, 0, False, 0, NO_FEATURES)
+        self.lib.audit_seat(*where, 0, False, 0, 0, NO_FEATURES)
 
     def metadata_of(self, works: dict[str, Work], num_padded: int) -> list[Metadata]:
         names = list(works)
