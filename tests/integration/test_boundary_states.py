@@ -7,8 +7,8 @@ goes on, after sampling to the block whose end the accepted drafts passed. Under
 speculation the copies are made by tests/helpers/aligned.py, because vLLM's kernels for
 it do not run on a CPU; vLLM decides what is copied.
 
-Not covered: the V2 runner and vLLM's own kernels (tests/gpu), KV connectors that store
-recurrent states, hits inside a block.
+Not covered: the V2 runner and vLLM's own kernels (tests/gpu), hits inside a block. KV
+connectors: test_stored_states.py.
 """
 
 from __future__ import annotations

@@ -398,7 +398,7 @@ def test_a_wrong_load_is_named(
     where = (None, 0) if kind == "other_text" else (LAYERS[1], 1)
     for one in findings:
         assert (one.group, one.layer, one.num_layers) == (1, *where)
-        assert (one.block, one.slot) == (world.blocks[1], None)
+        assert (one.block, one.slot, one.column) == (world.blocks[1], None, 0)
         assert one.position == NUM_SLOTS - 1
         assert one.owner is not None
         assert request_name(one.owner) == "r0"

@@ -94,8 +94,8 @@ class Finding:
 
     state, column: only of recurrent states: temporal or conv, and the column that was
     read or written, in `block`, which has no slots. expected, found: how many tokens
-    are in the state. Of a ring: its row; positions of the tokens that have it. Of a
-    state that a load brought (handed_on, other_text) there is no column.
+    are in the state. Of a ring: its row; positions of the tokens that have it. Of
+    handed_on and other_text: of samples, and of last tokens.
     """
 
     kind: str
@@ -534,6 +534,7 @@ class Outbox:
             f"{wrong.expected & (2**64 - 1):#x}",
             f"{wrong.found & (2**64 - 1):#x}",
             state=of.state,
+            column=0 if of.state else None,
         )
 
 
