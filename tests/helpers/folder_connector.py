@@ -278,11 +278,16 @@ class LacksAResumedBlock(FolderConnector):
 class LoadsAFileOnce(FolderConnector):
     """one_prefix"""
 
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._wanted: dict[str, set[Path]] = {}
+
     def update_state_after_alloc(
         self, request: Any, blocks: Any, num_external_tokens: int
     ) -> None:
-        loads, name = self._next.loads, request.request_id
-        known = {path for pairs in loads.values() for _, path in pairs}
+        under_way = {path for name in self._loading for path in self._wanted[name]}
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens > 0:
-            loads[name] = [pair for pair in loads[name] if pair[1] not in known]
+            loads, name = self._next.loads, request.request_id
+            self._wanted[name] = {path for _, path in loads[name]}
+            loads[name] = [pair for pair in loads[name] if pair[1] not in under_way]
