@@ -126,11 +126,11 @@ test-oldest: models wheel ## the byte oracle on the oldest, in an environment of
 # make nightly runs these, too, where they are installed: 700 MB of packages.
 FRAMEWORKS := .venv-frameworks
 frameworks: export NWOR_REACH_RESULTS = $(abspath $(RESULTS))
-frameworks: models ## weight updates by trl, verl and AReaL themselves, watched by the audit
+frameworks: models ## weight updates by trl, verl and AReaL, and NIXL's transfers, watched by the audit
 	@mkdir -p $(RESULTS)
 	$(PY) -m pip install -q --no-deps --upgrade --target $(FRAMEWORKS) \
 		-r requirements/frameworks.txt
-	$(PY) -m pytest -m nightly tests/e2e/test_frameworks.py $(ARGS)
+	$(PY) -m pytest -m nightly tests/e2e/test_frameworks.py tests/e2e/test_nixl.py $(ARGS)
 
 mutation-check: setup ## plant bugs in a copy of the tree; each must fail a test
 	@mkdir -p $(RESULTS)
