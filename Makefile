@@ -127,11 +127,12 @@ test-oldest: models wheel ## the byte oracle on the oldest, in an environment of
 # make nightly runs these, too, where they are installed: 700 MB of packages.
 FRAMEWORKS := .venv-frameworks
 frameworks: export NWOR_REACH_RESULTS = $(abspath $(RESULTS))
-frameworks: models ## weight updates by trl, verl and AReaL, and the kit on LMCache
+frameworks: models ## weight updates by trl, verl and AReaL, loads by LMCache and NIXL
 	@mkdir -p $(RESULTS)
 	$(PY) -m pip install -q --no-deps --upgrade --target $(FRAMEWORKS) \
 		-r requirements/frameworks.txt
-	$(PY) -m pytest -m nightly tests/e2e/test_frameworks.py $(KIT_ON_LMCACHE) $(ARGS)
+	$(PY) -m pytest -m nightly tests/e2e/test_frameworks.py tests/e2e/test_nixl.py \
+		$(KIT_ON_LMCACHE) $(ARGS)
 
 mutation-check: setup ## plant bugs in a copy of the tree; each must fail a test
 	@mkdir -p $(RESULTS)

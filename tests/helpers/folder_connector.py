@@ -177,8 +177,8 @@ class FolderConnector(KVConnectorBase_V1):
 
 class Pair(FolderConnector):
     """For two engines, one that prefills and one that decodes: all blocks of a prompt,
-    its last one included, go to files of the request's own. Asynchronous loads go up to
-    the last token, as those of vLLM's NixlConnector do; and a request is loaded once."""
+    its last one included, go to files of the request's own. As with NixlConnector,
+    asynchronous loads go up to the last token, and a request is loaded once."""
 
     def paths(self, request: Any, end: int) -> Iterator[Path]:
         params = request.kv_transfer_params or {}

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's NixlConnector between two engines on this CPU, in a process each: what the
+decode instance reads from the memory of the other one is compared with the digests that
+came along. `make frameworks` installs NIXL next to the project's environment.
+
+    python -m tests.e2e.test_nixl prefill|decode FOLDER    # what the test runs
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.environment import REPO, subprocess_env
+
+INSTALLED = REPO / ".venv-frameworks"
+LENGTH = 3 * 32 + 5
+LIMIT_S = 500
+ALL = {"verified": LENGTH - 1, "handover_verified": 1}
+# What the decode instance finds, of each case: counts, and (layer, position).
+EXPECTED: dict[str, tuple[dict[str, int], list[tuple[int | None, int]]]] = {
+    "clean": (ALL, []),
+    "bit": ({"verified": 68, "not_as_sent": 1, "handover_wrong": 1}, [(2, 32)]),
+    "tail": ({"verified": 96, "not_as_sent": 1, "handover_wrong": 1}, [(None, 98)]),
+    "dropped": ({"unverified": LENGTH - 1, "handover_missing": 1}, []),
+}
+
+
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
+
+
+def test_what_nixl_brings_is_compared(tmp_path):
+    if not any(distributions(name="nixl", path=[str(INSTALLED)])):
+        pytest.skip("nixl is not installed: make frameworks")
+    (tmp_path / "secret").write_text(32 * "s")
+    with ExitStack() as stack:
+        processes = []
+        for number, role in enumerate(("prefill", "decode")):
+            env = subprocess_env(
+                PYTHONPATH=str(INSTALLED),
+                VLLM_ENABLE_V1_MULTIPROCESSING="0",
+                VLLM_NIXL_SIDE_CHANNEL_PORT=str(5711 + number),
+            )
+            command = [sys.executable, "-m", __name__, role, str(tmp_path)]
+            process = subprocess.Popen(command, env=env, cwd=REPO)
+            stack.callback(process.kill)
+            processes.append(process)
+        assert [process.wait(LIMIT_S) for process in processes] == [0, 0]
+    found = json.loads((tmp_path / "found").read_text())
+    assert found == json.loads(json.dumps(EXPECTED))
+
+
+# --- the two processes ----------------------------------------------------------------
+
+
+def awaited(path: Path) -> str:
+    until = time.monotonic() + LIMIT_S
+    while not path.exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"no {path} after {LIMIT_S} s")
+        time.sleep(0.05)
+    return path.read_text()
+
+
+def ask(engine: Any, name: str, seed: int, number: int, params: Any = None) -> Any:
+    from tests.helpers.engine import Request
+    from tests.integration.test_byte_oracle import prompt
+
+    more = {"extra_args": {"kv_transfer_params": params}} if params else {}
+    return engine.run([Request(name, prompt(seed, LENGTH), number, params=more)])
+
+
+def prefill(engine: Any, folder: Path) -> None:
+    """Bits are changed when the digests were taken, before the blocks are read."""
+    from tests.helpers.byte_map import owners
+
+    layer = list(engine.probe.target_layers().values())[2]
+    awaited(folder / "ready")
+    for seed, case in enumerate(EXPECTED):
+        result = ask(engine, case, seed, 1, {"do_remote_decode": True})
+        params = result.transfer_params[case]
+        (ids,) = params["remote_block_ids"]
+        if case == "dropped":
+            del params["nwor"]
+        elif case in ("bit", "tail"):
+            block, slot = (1, 9) if case == "bit" else (3, 2)
+            where = (owners(layer).flatten() == slot).nonzero()[0]
+            layer.kv_cache[ids[block]].view(torch.uint8).view(-1)[where] ^= 1
+        (folder / "sent").write_text(json.dumps(params))
+        (folder / "sent").rename(folder / case)
+    awaited(folder / "found")
+
+
+def decode(engine: Any, folder: Path) -> None:
+    # vLLM's attention on CPUs fails (SIGILL with AMX) if a decode is the first step.
+    ask(engine, "first", 99, 2)
+    (folder / "ready").touch()
+    names, findings = engine.audit.audit.groups[0].names, engine.audit.findings
+    found = {}
+    for seed, case in enumerate(EXPECTED):
+        params = json.loads(awaited(folder / case))
+        before = findings.totals()
+        ask(engine, case, seed, 4, params)
+        rise = {n: k - before.get(n, 0) for n, k in findings.totals().items()}
+        places = [
+            (one.layer and names.index(one.layer), one.position)
+            for one in findings.last
+        ]
+        findings.last.clear()
+        found[case] = {n: k for n, k in rise.items() if k and n != "steps"}, places
+    (folder / "writing").write_text(json.dumps(found))
+    (folder / "writing").rename(folder / "found")
+
+
+def main(role: str, folder: Path) -> None:
+    from tests.helpers.engine import Engine
+    from tests.integration.test_byte_oracle import EVERYTHING
+
+    engine = Engine(
+        "off",
+        EVERYTHING | {"AUDIT_SECRET": str(folder / "secret")},
+        kv_transfer_config={
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_both",
+            "kv_buffer_device": "cpu",
+        },
+        enable_prefix_caching=True,
+        speculative_config=None,
+        max_num_batched_tokens=64,
+    )
+    {"prefill": prefill, "decode": decode}[role](engine, folder)
+    os._exit(0)  # NIXL's threads outlive the engine
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
