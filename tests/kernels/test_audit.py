@@ -1875,7 +1875,7 @@ def test_an_output_waits_for_its_own_step_alone(monkeypatch):
     arrives = partial(finish, world.device)
     not_there = {"query.return_value": False, "synchronize.side_effect": arrives}
     arrivals = [Mock(**not_there) for _ in range(2)]
-    slots = [(next(outbox._slots)[0], arrival) for arrival in arrivals]
+    slots = [(*next(outbox._slots)[:2], arrival) for arrival in arrivals]
     monkeypatch.setattr(outbox, "_slots", iter(slots))
     outputs = [attached(world, block) for block in (15, 1)]
 
