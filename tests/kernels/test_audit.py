@@ -2109,7 +2109,7 @@ def test_the_memory_of_an_8b_model_is_0_15_percent_of_its_cache(monkeypatch):
     assert 0.0012 * room < size <= 0.0015 * room
     vllm_config.kv_transfer_config = SimpleNamespace(kv_connector="OffloadingConnector")
     # A connector whose stores are not seen: digests of a step's blocks.
-    assert reserved(False) == size + (1 + 2 * (8192 // 16 + 1024)) * 7 * 8
+    assert reserved(False) == size + (1 + 2 * (8192 // 16 + 1024)) * 8 * 8
     assert 1.1 * size < reserved(True) <= 0.0015 * room
     assert reserved(True, 1000) < size / 10
     # A group of drafts' layers alone is not audited.
