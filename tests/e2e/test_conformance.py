@@ -83,6 +83,8 @@ OF_VLLM: dict[str, tuple[dict[str, Any], dict[str, tuple[str, ...]]]] = {
         },
     ),
 }
+# It stores a block whose last token never ran: vLLM issue 54193.
+STORES_TOO_MUCH = {"rejected_drafts": ("outputs", "bytes")}
 INSTALLED = REPO / ".venv-frameworks"
 # LMCache starts its server, which gets bytes through the engine's process: there is no
 # GPU whose memory it could open.
@@ -188,6 +190,8 @@ def test_the_verdicts_on_vllms_own_connectors(connector: str, truths: Truths) ->
     config, expected = OF_VLLM[connector]
     found = truths.judge(connector, config)
     record(connector, found)
+    if connector != "ExampleConnector" and vllm.__version__.startswith("0.29."):
+        expected = expected | STORES_TOO_MUCH
     assert found_in(found) == expected
 
 
