@@ -101,7 +101,7 @@ reach: export NWOR_REACH_RESULTS = $(abspath $(RESULTS))
 reach: models ## what NWOR was tried with: run it on this CPU, render docs/reach.md
 	@mkdir -p $(RESULTS)
 	$(PY) -m pytest $(REACH) $(REFUSALS) $(KIT) $(ARGS)
-	$(MAKE) test-older OLDER_TESTS='$(REACH) -k "not 3n"'
+	$(MAKE) test-older OLDER_TESTS='$(REACH) $(KIT) -k "not 3n"'
 	$(MAKE) test-oldest OLDER_TESTS='$(REACH) -k "not (3n or DeepSeek or Next or test_state)"'
 	$(PY) tools/results/render.py
 

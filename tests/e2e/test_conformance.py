@@ -83,6 +83,11 @@ OF_VLLM: dict[str, tuple[dict[str, Any], dict[str, tuple[str, ...]]]] = {
         },
     ),
 }
+# vLLM 0.29 stores a block whose last token never ran: vLLM issue 54193.
+STORES_TOO_MUCH = {
+    "OffloadingConnector": ("outputs", "bytes"),
+    "MultiConnector": ("outputs",),
+}
 INSTALLED = REPO / ".venv-frameworks"
 # LMCache starts its server, which gets bytes through the engine's process: there is no
 # GPU whose memory it could open.
@@ -188,6 +193,8 @@ def test_the_verdicts_on_vllms_own_connectors(connector: str, truths: Truths) ->
     config, expected = OF_VLLM[connector]
     found = truths.judge(connector, config)
     record(connector, found)
+    if connector in STORES_TOO_MUCH and vllm.__version__.startswith("0.29."):
+        expected = expected | {"rejected_drafts": STORES_TOO_MUCH[connector]}
     assert found_in(found) == expected
 
 

@@ -264,7 +264,7 @@ def test_verdicts_on_an_older_vllm_are_a_line_that_says_what_differs():
     old = copy.deepcopy(new)
     old["key"]["vllm"] = "0.29.0"
     *_, last = report.rendered("conformance", [old, new]).splitlines()
-    assert last.startswith("- MultiConnector on vLLM 0.29.0 (2026-")
+    assert last.startswith("- MultiConnector on vLLM 0.29.0 (20")
     assert last.endswith("): the same verdicts")
     old["found"]["sleep"] |= {"breaches": ["bytes"], "text": "lost"}
     *_, last = report.rendered("conformance", [old, new]).splitlines()
