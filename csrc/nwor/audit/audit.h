@@ -77,7 +77,7 @@ struct Seat {
   uint64_t seed;       // H in front of its first position
   int64_t num_features;
   int64_t last_of_hit;  // the token at hit_length - 1; -1: a place in an image
-  int64_t handover;  // of Handover
+  int64_t handover;     // of Handover
 };
 static_assert(sizeof(Seat) == 80, "a Seat is a row of seats");
 
