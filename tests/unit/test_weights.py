@@ -561,7 +561,7 @@ def decoded(writer, reader, shift=0):
     number = 1  # wrong_prefix
     row = (9, number, ids[1], 0, 32, -1, 0, ids[0], 5, expected, found)
     shape = SimpleNamespace(group_id=0, block_size=16)
-    group = SimpleNamespace(shape=shape, lost_at=0)
+    group = SimpleNamespace(shape=shape, names=["layer"], lost_at=0)
     return decode(row, group, requests)
 
 

@@ -33,7 +33,8 @@ CAUSES = {
     "handed_on": "a KV connector stores a block with a slot that was not "
     "committed: it will be loaded for another request; or, with a layer "
     "named, what came back is not what was stored: host memory or a file that"
-    " changed, a layer that was left out, a write that came behind the load",
+    " changed, a layer that was left out, a write that came behind the load. With "
+    "`state`: a recurrent state that came back",
     "never_loaded": "a load was reported done, and the block still holds the "
     "text of before, or holds it again: a late write may have put it back; or"
     " all of it is zero",
