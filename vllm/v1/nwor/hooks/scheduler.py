@@ -66,7 +66,6 @@ def install(module: ModuleType) -> None:
         wrappers[UPDATE_FROM_OUTPUT] = _update_from_output
     if is_audited:
         wrappers[SCHEDULE] = _schedule
-    if is_audited and config.audit_secret:
         wrappers[CONNECTOR_FINISHED] = _connector_finished
     install_all(module, wrappers)
 
