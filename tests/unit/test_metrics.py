@@ -599,7 +599,11 @@ def test_an_unannounced_change_of_weights_needs_no_metrics(emits, monkeypatch):
     """The hooks are on the scheduler, and it is said in the step that brings it."""
     monkeypatch.setenv("VLLM_NWOR_EMIT_METRICS", emits)
     monkeypatch.setenv("VLLM_NWOR_AUDIT", "log")
-    monkeypatch.setattr(Scheduler, "schedule", lambda self: None, raising=False)
+    for name, method in (
+        ("schedule", lambda self: None),
+        ("_connector_finished", lambda self, request: (False, None)),
+    ):
+        monkeypatch.setattr(Scheduler, name, method, raising=False)
     changed = Mock()
     monkeypatch.setattr(weights, "changed_unannounced", changed)
     scheduler, output = hooked_scheduler(), MIXED.output
