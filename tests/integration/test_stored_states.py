@@ -14,8 +14,10 @@ Not covered: the V2 runner and GPUs, hits inside a block.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +25,6 @@ import pytest
 import torch
 from vllm.v1.worker import mamba_utils
 
-from tests.helpers.aligned import Copies
 from tests.helpers.engine import Engine, Request, Result, prompt
 from tests.helpers.host_offloading import CONNECTOR, HostSpec
 from tests.helpers.hybrid import (
@@ -31,13 +32,13 @@ from tests.helpers.hybrid import (
     LAYERS,
     MODEL,
     caches,
-    mend_convolutions,
-    on_this_host,
 )
 from tests.helpers.runner_probe import request_name
 from tests.integration.test_boundary_states import (
     ARGUMENTS,
     BLOCK,
+    copies,  # noqa: F401  # a fixture of all tests here, as the next one
+    host,  # noqa: F401
     num_resumed_by_hit,
     passing,
     run,
@@ -49,26 +50,11 @@ from vllm_nwor.hooks.connectors import FollowedLoads
 from vllm_nwor.layout.caches import Loads
 from vllm_nwor.step import Transfer
 
-if not hasattr(mamba_utils.MambaSpecDecodeGPUContext, "run_fused_precopy"):
-    pytest.skip("this vLLM copies by other functions", allow_module_level=True)
-
 # Of a load: three layers with two states each, and the slots of two blocks.
 NUM_STATES, NUM_SLOTS = 6, 2 * BLOCK
 LENGTH = NUM_SLOTS + 20
 
 seeds = itertools.count(500)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def host() -> Iterator[None]:
-    with on_this_host():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
-    mend_convolutions(monkeypatch)
-    return Copies(monkeypatch)
 
 
 # Called with the block of the cache and the group that a load has filled.
@@ -78,7 +64,7 @@ Change = Callable[["World", int, int], None]
 class World:
     """An engine with a connector, and what is in its store."""
 
-    def __init__(self, store: str, **arguments: Any) -> None:
+    def __init__(self, store: str, secret: str = "", **arguments: Any) -> None:
         connector = CONNECTOR
         if arguments.pop("is_among_several", False):
             connector = {
@@ -88,7 +74,7 @@ class World:
             }
         self.engine = Engine(
             "off",
-            AUDIT | {"AUDIT_STORE": store},
+            AUDIT | {"AUDIT_STORE": store, "AUDIT_SECRET": secret},
             MODEL,
             kv_transfer_config=connector,
             **ARGUMENTS,
@@ -449,4 +435,21 @@ def test_a_request_that_does_not_know_what_was_loaded(
     world.change = lambda world, block, group: changed(world, block)
     rise = world.ask(text, num_loaded=5)
     assert rise["unverified"] >= NUM_STATES
+    assert world.found() == []
+
+
+def test_digests_for_another_instance_are_of_attention_layers(tmp_path: Path) -> None:
+    """Of such a request recurrent states are compared as those of others."""
+    (tmp_path / "secret").write_text("s" * 32)
+    world = World("own", str(tmp_path / "secret"), speculative_config=None)
+    text = tuple(prompt(next(seeds), LENGTH))
+    gives = {"extra_args": {"kv_transfer_params": {"do_remote_decode": True}}}
+    for expected in ({}, world.verified):
+        before = Counter(world.totals())
+        world.engine.llm.reset_prefix_cache()
+        run(world.engine, [Request("gives", text, 1, params=gives)])
+        found = {name: n - before[name] for name, n in world.totals().items()}
+        assert {
+            name: n for name, n in found.items() if n and name != "steps"
+        } == expected
     assert world.found() == []

@@ -432,6 +432,13 @@ def test_white_space_around_a_secret_does_not_count(tmp_path):
     assert secret_in("") == b""
 
 
+def test_digests_of_a_request_that_was_aborted_are_dropped():
+    scheduler = SimpleNamespace(requests={"a": None}, nwor_given={"before": "kept"})
+    output = SimpleNamespace(nwor_given={"a": "sent", "aborted": "late"})
+    scheduler_hooks._update_from_output(Mock(), scheduler, (None, output), {})
+    assert scheduler.nwor_given == {"before": "kept", "a": "sent"}
+
+
 @pytest.mark.parametrize("params", [None, {"remote_host": "a"}])
 def test_digests_leave_with_the_params_that_the_connector_returns(params, monkeypatch):
     monkeypatch.setattr(errors, "_logged", set())

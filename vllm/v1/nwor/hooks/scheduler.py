@@ -84,7 +84,9 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
     if steps := getattr(output, "nwor_weights", None):
         weights.changed_unannounced(scheduler, steps)
     if given := getattr(output, "nwor_given", None):
-        scheduler.nwor_given = {**getattr(scheduler, "nwor_given", {}), **given}
+        # One that was aborted meanwhile has no answer that they could leave with.
+        live = {name: given[name] for name in given if name in scheduler.requests}
+        scheduler.nwor_given = getattr(scheduler, "nwor_given", {}) | live
     payload = getattr(output, "nwor_stats", None)
     versions: KvVersions | None = getattr(scheduler, "nwor_versions", None)
     is_idle = payload is None and not stats.report and not commits.registered
