@@ -404,10 +404,14 @@ def test_a_cell_runs_each_batch_size_on_one_engine(cell, kv_blocks, engine, caps
 
 def device_run(engine, arm):
     """Two steps: sampled, ours, the forward, which takes longer after ours."""
-    ours = {"stage": ("commit", "stage"), "cow": ("restore", "log")}.get(arm.name, ())
+    ours = {
+        "stage": ("commit_kernel", "stage_kernel"),
+        "cow": ("restore_kernel", "log_kernel"),
+        "audit": ("audit_kernel<nwor::x::ScanSlots>",),
+    }.get(arm.name, ())
     events = []
     for start in (0.0, 1000.0):
-        names = "sampled", *(f"nwor::x::{one}_kernel()" for one in ours), "forward"
+        names = "sampled", *(f"nwor::x::{one}()" for one in ours), "forward"
         for number, name in enumerate(names):
             us = 100.0 + len(ours) if name == "forward" else 4.0
             events.append(host_profile.Event(name, start + 10 * number, us))
@@ -445,6 +449,13 @@ def test_host_profile_has_begin_and_commit_of_each_mode(engine, monkeypatch):
     assert picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):
         host_profile.main([*words[:-2], "3", "--picture", str(picture)])
+    # Of the audit's kernels, which are one function, each is named.
+    words = ["audit-v2-hybrid", "--rounds", "1", "--json", "a.jsonl", "--batches", "1"]
+    assert host_profile.main(words) == 0
+    audited = records.read("a", Path())[-1]["device"]
+    assert audited.keys() == {"unhooked", "audit", "audit-100"}
+    assert audited["audit"]["ours"] == {"ScanSlots": one}
+    assert (audited["audit"]["ours_us"], audited["audit"]["theirs_us"]) == (4, 105)
 
 
 def test_a_hooks_time_is_without_what_it_wraps(monkeypatch):

@@ -6,13 +6,14 @@
     python tools/gpu/host_profile.py CELL --json results/host_time.jsonl --picture FILE
 
 Serves the same requests on the engine of a cell of cells.yml: unhooked (vLLM's own
-code), in mode `stage`, and in mode `cow`. Measures begin and commit of each step; the
-duration of an engine's step (the mean of steps, each the median of its runs, which make
-the same batches); with `stage` each of our hooks, without vLLM's own part; and by
-torch's profiler the time of our kernels and of vLLM's, and what surrounds ours in one
-step: `--picture` draws that from the file. A server runs the last of the hooks
-(PrometheusStatLogger.record) in another process. In a tight loop all of it is several
-times faster: between two steps its code leaves the CPU's caches.
+code), in mode `cow`, and in mode `stage`; or with the KV audit, where the cell is about
+that. Measures begin and commit of each step; the duration of an engine's step (the mean
+of steps, each the median of its runs, which make the same batches); with what the cell
+is about each of our hooks, without vLLM's own part; and by torch's profiler the time of
+our kernels and of vLLM's, and what surrounds ours in one step: `--picture` draws that
+from the file. A server runs the last of the hooks (PrometheusStatLogger.record) in
+another process. In a tight loop all of it is several times faster: between two steps
+its code leaves the CPU's caches.
 
 Exit status: 0 done; 1 vLLM does not run; 2 a bad argument.
 """
@@ -40,17 +41,14 @@ from benchmarks.engine import Engine, EngineFailed  # noqa: E402
 from benchmarks.files import write_whole  # noqa: E402
 from benchmarks.settings import device_for, leave, prepare_process  # noqa: E402
 
+import bench_vllm  # noqa: E402
+
 from tools.gpu import bench  # noqa: E402
 
-# The baseline has no begin and no commit.
-ARMS = (
-    ab.UNHOOKED,
-    ab.Arm("stage", hooked=True),
-    ab.Arm("cow", hooked=True, stages=False),
-)
-# As the profiler names them, with their signature.
-OUR_KERNEL = re.compile(r"nwor::.*?(\w+)_kernel\b")
-# Of one step, around commit: microseconds before and after the kernel that precedes it.
+# As the profiler names them, with their signature; the audit's kernels by their pass.
+OUR_KERNEL = re.compile(r"nwor::.*?(\w+)_kernel\b(?:<[^>]*?(\w+)>)?")
+# Of one step, around commit (the audit: what is its first there): microseconds before
+# and after the kernel that precedes it.
 BEFORE_US, AFTER_US = 60, 140
 
 
@@ -125,7 +123,12 @@ class Event(NamedTuple):
     def ours(self) -> str | None:
         """Its short name, if it is a kernel of this library."""
         found = OUR_KERNEL.search(self.name)
-        return found and found[1]
+        return found and (found[2] or found[1])
+
+
+def tested(arms: Sequence[ab.Arm]) -> ab.Arm:
+    """What the cell is about; the baseline is the first."""
+    return next(arm for arm in arms if arm.name in ("stage", "audit"))
 
 
 def device_events(engine: Engine, arm: ab.Arm) -> tuple[list[Event], int]:
@@ -155,25 +158,32 @@ def around(events: Sequence[Event], anchor: str) -> list[Event]:
     ]
 
 
-def device_times(engine: Engine, rounds: int) -> dict[str, Any]:
+def device_times(
+    engine: Engine, arms: Sequence[ab.Arm], rounds: int
+) -> dict[str, Any]:
     """Of each arm: `ours`, of each of our kernels the median microseconds and launches
-    of a run; `theirs_us`, vLLM's kernels and copies, a mean step; `around`."""
+    of a run; `ours_us` and `theirs_us`, our kernels, and vLLM's and copies, a mean
+    step; `around`."""
     runs: dict[str, list[tuple[list[Event], int]]] = {}
     for _ in range(rounds):
-        for arm in ARMS:
+        for arm in arms:
             runs.setdefault(arm.name, []).append(device_events(engine, arm))
     # What precedes commit is in each arm's steps.
-    staged = runs[ARMS[1].name][-1][0]
+    staged = runs[tested(arms).name][-1][0]
     befores = [
-        one.name for one, next_ in itertools.pairwise(staged) if next_.ours == "commit"
+        one.name
+        for one, next_ in itertools.pairwise(staged)
+        if next_.ours and not one.ours and next_.ours != "stage"
     ]
     anchor = statistics.mode(befores)
     found = {}
     for name, of in runs.items():
         ours: dict[str, list[float]] = {}
-        theirs = []
+        mean_us: dict[bool, list[float]] = {True: [], False: []}
         for events, num_steps in of:
-            theirs.append(sum(e.us for e in events if not e.ours) / num_steps)
+            for is_ours, means in mean_us.items():
+                us = sum(event.us for event in events if bool(event.ours) is is_ours)
+                means.append(us / num_steps)
             for event in events:
                 if event.ours:
                     ours.setdefault(event.ours, []).append(event.us)
@@ -185,7 +195,8 @@ def device_times(engine: Engine, rounds: int) -> dict[str, Any]:
                 }
                 for kernel, times in ours.items()
             },
-            "theirs_us": round(statistics.median(theirs), 1),
+            "ours_us": round(statistics.median(mean_us[True]), 1),
+            "theirs_us": round(statistics.median(mean_us[False]), 1),
             "around": [
                 (e.ours or re.sub(r"^void |<.*|\(.*", "", e.name)[:48], *e[1:])
                 for e in around(of[-1][0], anchor)
@@ -206,7 +217,7 @@ def spread(microseconds: Sequence[float]) -> dict[str, float]:
 def profile(
     cell: bench.Cell, rounds: int, batches: Sequence[int], write: Callable[[Any], None]
 ) -> None:
-    """Runs all ARMS `rounds` times with each batch size; writes a line for each."""
+    """Runs all arms `rounds` times with each batch size; writes a line for each."""
     options = {batch: parse(cell.arguments(batch)) for batch in batches}
     first = options[batches[0]]
     on = device_for(first)
@@ -215,7 +226,10 @@ def profile(
     hooks.watch()
     largest = Options(**vars(first) | {"batch_size": max(batches)})
     engine = Engine(largest, on)
-    if engine.rpc(lambda worker: worker.model_runner.nwor_state.manager).shadow is None:
+    arms = bench_vllm.arms_of(first)
+    if not first.audits and not engine.rpc(
+        lambda worker: worker.model_runner.nwor_state.manager.shadow
+    ):
         raise EngineFailed(f"mode stage did not start: {engine.why_not()}")
     about = environment.describe(on, ROOT)
     for batch, asked in options.items():
@@ -228,21 +242,23 @@ def profile(
                 "key": key | {"vllm": records.vllm(about)},
                 **about,
                 "command": f"{command} --batches {batch}",
-                **host_times(engine, hooks, rounds),
-                "device": device_times(engine, rounds),
+                **host_times(engine, arms, hooks, rounds),
+                "device": device_times(engine, arms, rounds),
             }
         )
 
 
-def host_times(engine: Engine, hooks: HookTimes, rounds: int) -> dict[str, Any]:
-    """The host's part of a result's line, with the duration of steps."""
-    _, staged, _ = ARMS
+def host_times(
+    engine: Engine, arms: Sequence[ab.Arm], hooks: HookTimes, rounds: int
+) -> dict[str, Any]:
+    """The host's part of a result's line, with the duration of steps. The baseline has
+    no begin and no commit; neither has the audit alone."""
     # Microseconds of begin and of commit, one a step; seconds of the steps of each run.
-    times: dict[str, list[list[float]]] = {arm.name: [[], []] for arm in ARMS}
-    step_s: dict[str, list[list[float]]] = {arm.name: [] for arm in ARMS}
-    engine.run(staged)
+    times: dict[str, list[list[float]]] = {arm.name: [[], []] for arm in arms}
+    step_s: dict[str, list[list[float]]] = {arm.name: [] for arm in arms}
+    engine.run(tested(arms))
     for number in range(rounds):
-        for arm in ARMS[:: 1 if number % 2 == 0 else -1]:
+        for arm in arms[:: 1 if number % 2 == 0 else -1]:
             step_s[arm.name].append(engine.run(arm).step_s)
             if arm.hooked and (timed := engine.run(arm, times=True).nwor):
                 times[arm.name][0] += timed.begin_us
@@ -250,7 +266,7 @@ def host_times(engine: Engine, hooks: HookTimes, rounds: int) -> dict[str, Any]:
             print(f"{arm.name:10} of round {number + 1} done", flush=True)
     hooks.ns.clear()
     hooks.on = True
-    num_steps = sum(len(engine.run(staged).step_s) for _ in range(rounds))
+    num_steps = sum(len(engine.run(tested(arms)).step_s) for _ in range(rounds))
     hooks.on = False
     return {
         "hooks": hooks.result(num_steps),
