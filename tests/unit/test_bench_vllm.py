@@ -219,9 +219,10 @@ def test_ratios_are_to_both_runs_of_the_baseline_and_host_times_of_other_runs(
     assert result["summary"]["acceptance"]["per_position"] == [1.0, 0.8, 0.4, 0.2]
     did = result["summary"]["nwor"]["nwor"]
     assert (did["staged"], did["logged_bytes"]) == (5 * 20, 5 * 2000)
-    # Medians of (10, 30) and (5, 15) us.
+    # Of (10, 30) and (5, 15) us, in runs of a second.
     host = did["host"]
     assert (host["begin_us_median"], host["commit_us_median"]) == (20, 10)
+    assert host["share_of_time"] == pytest.approx(60e-6)
     printed = capsys.readouterr().out
     last = "nwor costs 50.0 % of the throughput (50.0 to 50.0); noise of this machine"
     assert printed.splitlines()[-1] == f"  {last} 66.7 %"
