@@ -12,6 +12,7 @@ Imports neither torch nor vLLM.
 """
 
 import itertools
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +28,12 @@ _READ = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text("utf-8"))
 ENVIRONMENT: dict[str, str] = _READ.pop("environment")
 ARGUMENTS: dict[str, Any] = _READ.pop("arguments")
 DRAFTERS: dict[str, dict[str, Any]] = _READ.pop("drafters")
+CONNECTORS: dict[str, Any] = _READ.pop("connectors")
 
 # How often each draft position is accepted, for the first k of them.
 RATES = (0.8, 0.6, 0.4, 0.25, 0.15, 0.1, 0.05)
 MAX_NUM_SEQS: int = ARGUMENTS["max_num_seqs"]
 MAX_NUM_BATCHED_TOKENS: int = ARGUMENTS["max_num_batched_tokens"]
-HOST_BYTES = 1 << 28
 GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MLA_BACKENDS = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "CPU_MLA")
 # Requests in a step, from and to, and how many drafts each has then.
@@ -46,8 +47,8 @@ class EngineSpec:
     drafter: a key of DRAFTERS; it decides the model runner, unless `runs_on` does.
     backend: attention backend. graphs: vLLM's cudagraph_mode, or EAGER. kv_cache:
     vLLM's kv_cache_dtype, "auto" for bf16. num_blocks: KV blocks, deliberately few.
-    kv_layout: NHD or HND by VLLM_KV_CACHE_LAYOUT. offloads: with vLLM's
-    OffloadingConnector. loras: number of random LoRA adapters. rejection: vLLM's
+    kv_layout: NHD or HND by VLLM_KV_CACHE_LAYOUT. connector: a key of CONNECTORS, or
+    "" for none. loras: number of random LoRA adapters. rejection: vLLM's
     rejection_sample_method; with any other than synthetic, drafters get the target's
     weights, so that some of their drafts are right. adaptive: vLLM decides on the
     device how many drafts it verifies. dynamic: DYNAMIC drafts. flash: FlashAttention's
@@ -70,7 +71,7 @@ class EngineSpec:
     num_blocks: int = 256
     kv_layout: str | None = None
     tensor_parallel: int = 1
-    offloads: bool = False
+    connector: str = ""
     loras: int = 0
     rejection: str = "synthetic"
     adaptive: bool = False
@@ -146,8 +147,13 @@ class EngineSpec:
             found["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "1" if is_new else "0"
         return found
 
+    def store(self, models: Path) -> Path:
+        """The folder of an ExampleConnector."""
+        return models.with_name(f"{self.name}-store")
+
     def arguments(self, models: Path) -> dict[str, Any]:
         """Keyword arguments of vLLM's EngineArgs. models: see tests.gpu.models."""
+        store = self.store(models)
         if self.real:
             models = Path(model_path(self.model)).parent
         arguments = ARGUMENTS | {
@@ -173,15 +179,9 @@ class EngineSpec:
             arguments["attention_config"] = {"flash_attn_version": self.flash}
         if self.executor:
             arguments["distributed_executor_backend"] = "ray"
-        if self.offloads:
-            arguments["kv_transfer_config"] = {
-                "kv_connector": "OffloadingConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {
-                    "cpu_bytes_to_use": HOST_BYTES,
-                    "offload_prompt_only": False,
-                },
-            }
+        if self.connector:
+            text = json.dumps(CONNECTORS[self.connector]).replace("STORE", str(store))
+            arguments["kv_transfer_config"] = json.loads(text)
         if self.graphs == "EAGER":
             return arguments | {"enforce_eager": True}
         sizes = [batch * (1 + self.num_drafts) for batch in GRAPH_BATCHES]
@@ -189,7 +189,7 @@ class EngineSpec:
             "cudagraph_mode": self.graphs,
             "cudagraph_capture_sizes": sizes,
         }
-        if self.graphs == "FULL":
+        if "PIECEWISE" not in self.graphs:
             compilation["mode"] = 0  # nothing is compiled: starts in seconds
         return arguments | {"compilation_config": compilation}
 

@@ -163,12 +163,12 @@ class Engine(Player):
             "fallbacks": risen(at_first["fallbacks"], report["fallbacks"]),
         }
 
-    def forget(self) -> None:
+    def forget(self, reset_connector: bool = False) -> None:
         """Empties the prefix cache while no request runs; waits for the stores of a KV
-        connector, which hold blocks."""
+        connector, which hold blocks. reset_connector: its host memory, too."""
         assert not self.llm.has_unfinished_requests()
-        until = time.monotonic() + (STORE_LIMIT_S if self.spec.offloads else 0)
-        while self.llm.reset_prefix_cache() is False:
+        until = time.monotonic() + (STORE_LIMIT_S if self.spec.connector else 0)
+        while self.llm.reset_prefix_cache(reset_connector=reset_connector) is False:
             if time.monotonic() >= until:
                 raise RuntimeError("the prefix cache cannot be reset: blocks are used")
             self.llm.step()

@@ -10,6 +10,7 @@ report.
 import faulthandler
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -34,6 +35,7 @@ from tests.gpu.rows import (
     prompt,
     rows,
     rows_of,
+    stored,
     taken_for_windows,
 )
 from tests.gpu.weights import refits, weights_cost  # noqa: F401 # jobs
@@ -103,7 +105,7 @@ def one_row(spec: EngineSpec, models: Path, report: Report) -> None:
         staging.VIEWING_BACKENDS = (*staging.VIEWING_BACKENDS, backend)
     engine = Engine(spec, models, report)
     before = moved_bytes(engine)
-    row = engine.run_row(offloaded() if spec.offloads else batch_8(spec))
+    row = engine.run_row(offloaded() if spec.connector else batch_8(spec))
     report.save(row=row, counters=row["counters"], groups=engine.report()["groups"])
     report.save(moved=risen(before, moved_bytes(engine)))
 
@@ -339,6 +341,65 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
         differences=found,
         audit=engine.rpc("test_audit"),
     )
+
+
+def loads(spec: EngineSpec, models: Path, report: Report) -> None:
+    """Texts are stored, and loaded when others have had their blocks: as they were,
+    with what was answered and a new end, and from the other one of two connectors.
+    cached: tokens that were loaded, by row. Last, one is loaded of which the store has
+    wrong bits. where: what must be found."""
+    store, has_two = spec.store(models), spec.connector.endswith("both")
+    shutil.rmtree(store, ignore_errors=True)
+    store.mkdir()
+    engine = Engine(spec, models, report)
+    texts, others = stored(spec)
+    tokens = engine.run(Row("stored", (texts, others))).tokens
+    turns = tuple(
+        replace(one, prompt=(*one.prompt, *tokens[one.name], *prompt(one.name, 9)))
+        for one in texts
+    )
+    cached: dict[str, dict[str, int]] = {}
+
+    def run(row: Row, reset_connector: bool = False) -> list[Any]:
+        engine.forget(reset_connector)
+        cached[row.name] = engine.run_again(row).cached
+        return engine.rpc("test_audit")
+
+    clean = [Row("loaded", (texts, others)), Row("turns", (turns,))]
+    report.save_rows("clean", clean, run)
+    if has_two:
+        row = Row("from the second", (texts, others))
+        report.save_rows("clean", [row], partial(run, reset_connector=True))
+    lengths = [len(one.prompt) for one in (*texts, *others)]
+    size = engine.llm.vllm_config.cache_config.block_size
+    report.save(cached=dict(cached), lengths=lengths, block_size=size)
+    kept = set(store.iterdir())
+    wrong = replace(texts[0], name="wrong/0", prompt=prompt("wrong", lengths[0]))
+    engine.run(Row("wrong", ((wrong,),)))
+    files = set(store.iterdir()) - kept
+    engine.run(Row("filler", ((Request("filler/0", prompt("filler", 20), 12),),)))
+    engine.forget(has_two)
+    if files:
+        layer = report.found["facts"]["targets"][1]
+        where = [flip_in_file(*files, layer, spec.block_size)]
+    else:
+        where = engine.rpc("test_flip_stored")
+    found = run(Row("wrong", ((wrong,),)))
+    report.save(where=where, found=found)
+
+
+def flip_in_file(folder: Path, layer: str, size: int) -> dict[str, Any]:
+    """Flips a bit of slot 100 of a text in an ExampleConnector's file of that layer.
+    Returns what must be found: the block's first slot (of `size`), as no digest says
+    which slot is wrong."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path = folder / f"{layer}.safetensors"
+    saved = load_file(path)
+    saved["kv_cache"][100].view(-1).view(torch.uint8)[9] ^= 1
+    save_file(saved, path)
+    return {"layer": layer, "position": 100 // size * size}
 
 
 # -- synchronization -------------------------------------------------------------------

@@ -152,6 +152,26 @@ def offloaded() -> Row:
     return Row("offloaded", _returning("offload", 500, 500))
 
 
+def stored(spec: EngineSpec) -> tuple[tuple[Request, ...], tuple[Request, ...]]:
+    """Texts that a connector stores, and others that then need all blocks. Unless the
+    model is a hybrid, a prompt runs in one step, and is too long for a CUDA graph."""
+    length = 1200 if spec.hybrid else 400
+
+    def of(name: str, number: int, max_tokens: int) -> tuple[Request, ...]:
+        return tuple(
+            Request(
+                f"{name}/{i}",
+                prompt(f"{name} {i}", length - 13 * i % 60),
+                max_tokens,
+                at=4 * i,
+                params=_PLAIN,
+            )
+            for i in range(number)
+        )
+
+    return of("stored", 5, 24), of("other", 12, 4)
+
+
 def as_long_as_windows(spec: EngineSpec) -> Row:
     """Prompts of about 1 + k tokens, alone and then beside a longer one; eight of 1 + k
     together, alone and among windows."""

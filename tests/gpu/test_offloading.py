@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guarantees 3 and 7 with vLLM's OffloadingConnector, whose metrics must stay.
+"""KV connectors: guarantees 3 and 7 with vLLM's OffloadingConnector, whose metrics must
+stay; and the audit of loads, of recurrent states, too.
 
 NWOR_GPU_MODE=stage runs the engines with shadow blocks. Transfers take different times,
 so bytes are compared on the CPU (tests/integration/test_connectors.py).
 """
 
+from typing import Any
+
 from tests.gpu.compare import counter_problems, differing
-from tests.gpu.engines import BY_NAME
-from tests.gpu.pool import ON, engines_fixture, engines_of
+from tests.gpu.engines import BY_NAME, EngineSpec
+from tests.gpu.pool import ON, Chain, Pool, engines_fixture, engines_of
+from tests.gpu.test_audit import AUDIT, findings
 
 ENGINES = engines_of("offloading")
 runs = engines_fixture(
@@ -19,6 +23,66 @@ runs = engines_fixture(
     "make gpu-test STEPS='build offload'",
     by_mode=True,
 )
+
+
+def audited(pool: Pool, spec: EngineSpec, **more: str) -> Chain:
+    """Nobody else fills the store."""
+    more |= AUDIT | {"VLLM_NWOR_AUDIT_STORE": "own"}
+    return {ON: pool.run("loads", spec, ON, **more)}
+
+
+def counts(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
+    """For the results file."""
+    run = chain[ON]
+    rows = run.report.get("clean", {}).items()
+    clean = {name: look["counts"] for name, (look,) in rows}
+    return {spec.name: run.entry("cached", "where", "found") | {"clean": clean}}
+
+
+loading = engines_fixture(
+    "offloading", audited, counts, "make gpu-test STEPS='build offload'", case="loads"
+)
+
+
+@engines_of("loads", "loads-states")
+def test_what_is_loaded_is_verified(loading, engine):
+    report = loading[engine][ON].whole()
+    check_loads(report, BY_NAME[engine])
+
+
+def check_loads(report: dict[str, Any], spec: EngineSpec) -> None:
+    """All of it, by the text or by what was stored there; wrong bits are named where
+    they are."""
+    assert [(row, of) for row, of in report["clean"].items() if findings(of)] == []
+    cached = [report["cached"][row] for row in report["clean"]]
+    num_cached = [sum(of.values()) for of in cached]
+    length, block = sum(report["lengths"]), report["block_size"]
+    # Not the last token, and of each text less than two blocks.
+    least = length - 2 * block * len(report["lengths"])
+    assert all(cached[0].values())
+    assert least <= num_cached[0] <= length
+    (look,) = list(report["clean"].values())[-1]
+    num_verified = look["totals"]["returned"] + look["counts"]["verified"]
+    num_loads = sum(bool(number) for of in cached for number in of.values())
+    num_states = look["num_states"] * num_loads
+    assert look["totals"]["unverified"] == look["counts"]["failed"] == 0
+    assert num_verified == sum(num_cached) + num_states
+    found = findings(report["found"])
+    assert [one | report["where"][0] for one in found] == found
+    assert {(one["kind"], one["owner"].split("/")[0]) for one in found} == {
+        ("handed_on", "wrong")
+    }
+    assert len(found) == (2 if spec.hybrid else 1)
+
+
+@engines_of("skipping")
+def test_a_load_that_a_graph_leaves_out_is_named(loading, engine):
+    """vLLM 0.33.0 begins a load within a step before the graph, without the metadata of
+    attention that ExampleConnector asks for."""
+    report = loading[engine][ON].whole()
+    assert sum(report["cached"]["loaded"].values()) > 1000
+    kinds = {one["kind"] for one in findings(report["clean"]["loaded"])}
+    assert kinds == {"never_loaded"}
 
 
 @ENGINES

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tests.gpu.engines import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
-from tests.helpers.byte_map import allocation
+from tests.helpers.byte_map import allocation, slot_bytes
 from tests.helpers.oracle import Memory
 from tests.helpers.runner_probe import (
     block_tables,
@@ -152,6 +152,7 @@ class GpuTestExtension(OracleExtension):
         return {
             "findings": [asdict(finding) for finding in state.findings.last],
             "totals": dict(state.audit.totals()),
+            "counts": state.findings.totals(),
             "states": [] if states is None else states.totals.tolist(),
             "num_states": 0 if states is None else len(states.layers),
             "bytes": state.audit.num_bytes,
@@ -172,6 +173,41 @@ class GpuTestExtension(OracleExtension):
         layer.kv_cache[-1][blocks] = 0
         of_state = {"kind": "changed_state", "state": state, "num_layers": 1}
         return {"layer": name, "group": gid} | of_state
+
+    def test_flip_stored(self) -> dict[str, Any]:
+        """Changes what the OffloadingConnector has for its next load: of the second
+        layer a bit of slot 5 of the third block, or low bits of all states. Returns
+        what must be found."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        runner = self.model_runner
+        audit = observer_of(runner, "audit").audit
+        groups = runner.kv_cache_config.kv_cache_groups
+        name = audit.states.layers[2][0] if audit.states else audit.groups[0].names[1]
+        (gid,) = (n for n, of in enumerate(groups) if name in of.layer_names)
+        worker = get_kv_transfer_group().connector_worker.worker
+        handler = getattr(worker, "_load_handler", worker)
+        # One for each layer, or one for all where a block has all layers' pages.
+        refs, submit = handler.layer_refs_per_group[gid], worker.submit_load
+        has_all = len(refs) < len(groups[gid].layer_names)
+        ref = refs[0 if has_all else groups[gid].layer_names.index(name)]
+        where: Any = slice(0, ref.page_size_bytes, 4)
+        if not audit.states:
+            layer = cache_layers(runner)[name]
+            start = layer.kv_cache.storage_offset() * layer.kv_cache.element_size()
+            where = int(slot_bytes(layer)[5, 0]) - (0 if has_all else start)
+
+        def submit_load(job_id: int, source: Any, to: Any, **more: Any) -> Any:
+            before = sum(to.group_sizes[:gid]) + (0 if audit.states else 2)
+            page = handler.src_tensors[ref.tensor_idx][int(source.block_ids[before])]
+            page.view(-1).view(torch.uint8)[where] ^= 1
+            worker.submit_load = submit
+            return submit(job_id, source, to, **more)
+
+        worker.submit_load = submit_load
+        found = {"layer": name, "group": gid, "num_layers": 1}
+        size = runner.vllm_config.cache_config.block_size
+        return found if audit.states else found | {"position": 2 * size + 5}
 
     def test_layouts(self) -> list[dict[str, Any]]:
         """`judge_layout` of each target layer."""

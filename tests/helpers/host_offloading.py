@@ -31,13 +31,20 @@ CONNECTOR = {
 
 
 class HostWorker(OffloadingWorker):
-    """Tests replace `bring`, which loads one block."""
+    """Tests replace `bring`, which loads one block. layer_refs_per_group, and
+    src_tensors as pages by chunk: as vLLM's handler of loads."""
 
     def __init__(self, caches: CanonicalKVCaches) -> None:
         self.tensors = [entry.tensor for entry in caches.tensors]
         self.chunks: dict[int, list[torch.Tensor]] = {}
+        self.layer_refs_per_group = caches.group_data_refs
         self._done: list[TransferResult] = []
         self.num_loaded = 0
+
+    @property
+    def src_tensors(self) -> list[dict[int, torch.Tensor]]:
+        numbers = range(len(self.tensors))
+        return [{at: of[n] for at, of in self.chunks.items()} for n in numbers]
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec

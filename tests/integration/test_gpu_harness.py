@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 
-from tests.gpu import compare
+from tests.gpu import compare, test_offloading
 from tests.gpu.engines import BY_NAME
 from tests.gpu.pool import OFF, ON, Pool
 
@@ -123,3 +123,10 @@ def test_each_check_fails_when_its_input_is_changed(runs, name):
     for mode, *path in changes:
         change(changed[mode].report, *path)
     assert failing(changed) == wanted
+
+
+@pytest.mark.parametrize("connector", ["host", "example", "both"])
+def test_loads_are_verified(tmp_path, connector):
+    spec = BY_NAME[f"cpu-loads-{connector}"]
+    run = test_offloading.audited(Pool(tmp_path), spec, **QUICK)[ON]
+    test_offloading.check_loads(run.whole(), spec)
