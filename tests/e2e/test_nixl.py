@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's NixlConnector between two engines on this CPU, in a process each: what the
 decode instance reads from the memory of the other one is compared with the digests that
-came along. `make frameworks` installs NIXL next to the project's environment.
+came along. `make frameworks` installs NIXL next to the project's environment. On a GPU:
+tests/gpu/test_offloading.py.
 
     python -m tests.e2e.test_nixl prefill|decode FOLDER    # what the test runs
 """
@@ -13,18 +14,21 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tests.gpu.rows import prompt
 from tests.helpers.environment import REPO, subprocess_env
+from tests.helpers.player import Outputs, Request
 
 INSTALLED = REPO / ".venv-frameworks"
-LENGTH = 3 * 32 + 5
+BLOCK_SIZE = 32
+LENGTH = 3 * BLOCK_SIZE + 5
 LIMIT_S = 500
 ALL = {"verified": LENGTH - 1, "handover_verified": 1}
 # What the decode instance finds, of each case: counts, and (layer, position).
@@ -35,6 +39,7 @@ EXPECTED: dict[str, tuple[dict[str, int], list[tuple[int | None, int]]]] = {
     "dropped": ({"unverified": LENGTH - 1, "handover_missing": 1}, []),
 }
 
+Run = Callable[[Request], Outputs]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
@@ -72,45 +77,49 @@ def awaited(path: Path) -> str:
     return path.read_text()
 
 
-def ask(engine: Any, name: str, seed: int, number: int, params: Any = None) -> Any:
-    from tests.helpers.engine import Request
-    from tests.integration.test_byte_oracle import prompt
-
+def ask(run: Run, name: str, seed: int, number: int, params: Any = None) -> Any:
     more = {"extra_args": {"kv_transfer_params": params}} if params else {}
-    return engine.run([Request(name, prompt(seed, LENGTH), number, params=more)])
+    return run(Request(name, prompt(seed, LENGTH), number, params=more))
 
 
-def prefill(engine: Any, folder: Path) -> None:
-    """Bits are changed when the digests were taken, before the blocks are read."""
-    from tests.helpers.byte_map import owners
+def prefill(runner: Any, run: Run, folder: Path) -> None:
+    """Bits are changed when the digests were taken, before the blocks are read. run:
+    plays one request on the engine of the model runner."""
+    from tests.helpers.byte_map import allocation, slot_bytes
+    from tests.helpers.runner_probe import target_layers
 
-    layer = list(engine.probe.target_layers().values())[2]
+    layer = list(target_layers(runner).values())[2]
+    data, places = allocation(layer), slot_bytes(layer)[:, 0]
     awaited(folder / "ready")
     for seed, case in enumerate(EXPECTED):
-        result = ask(engine, case, seed, 1, {"do_remote_decode": True})
+        result = ask(run, case, seed, 1, {"do_remote_decode": True})
         params = result.transfer_params[case]
         (ids,) = params["remote_block_ids"]
         if case == "dropped":
             del params["nwor"]
         elif case in ("bit", "tail"):
             block, slot = (1, 9) if case == "bit" else (3, 2)
-            where = (owners(layer).flatten() == slot).nonzero()[0]
-            layer.kv_cache[ids[block]].view(torch.uint8).view(-1)[where] ^= 1
+            place = int(places[ids[block] * BLOCK_SIZE + slot])
+            data[place] ^= 1
+            data[place].item()  # waits for the device
         (folder / "sent").write_text(json.dumps(params))
         (folder / "sent").rename(folder / case)
     awaited(folder / "found")
 
 
-def decode(engine: Any, folder: Path) -> None:
+def decode(runner: Any, run: Run, folder: Path) -> None:
+    from tests.helpers.runner_probe import observer_of
+
     # vLLM's attention on CPUs fails (SIGILL with AMX) if a decode is the first step.
-    ask(engine, "first", 99, 2)
+    ask(run, "first", 99, 2)
     (folder / "ready").touch()
-    names, findings = engine.audit.audit.groups[0].names, engine.audit.findings
+    audit = observer_of(runner, "audit")
+    names, findings = audit.audit.groups[0].names, audit.findings
     found = {}
     for seed, case in enumerate(EXPECTED):
         params = json.loads(awaited(folder / case))
         before = findings.totals()
-        ask(engine, case, seed, 4, params)
+        ask(run, case, seed, 4, params)
         rise = {n: k - before.get(n, 0) for n, k in findings.totals().items()}
         places = [
             (one.layer and names.index(one.layer), one.position)
@@ -138,7 +147,8 @@ def main(role: str, folder: Path) -> None:
         speculative_config=None,
         max_num_batched_tokens=64,
     )
-    {"prefill": prefill, "decode": decode}[role](engine, folder)
+    part = {"prefill": prefill, "decode": decode}[role]
+    part(engine.runner, lambda request: engine.run([request]), folder)
     os._exit(0)  # NIXL's threads outlive the engine
 
 

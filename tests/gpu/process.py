@@ -388,6 +388,30 @@ def loads(spec: EngineSpec, models: Path, report: Report) -> None:
     report.save(where=where, found=found)
 
 
+def handover(role: str, spec: EngineSpec, models: Path, report: Report) -> None:
+    """One of the two instances of tests/e2e/test_nixl.py."""
+    from tests.e2e import test_nixl
+
+    engine = Engine(spec, models, report)
+    step = engine.llm.step
+
+    def slowly() -> Any:  # a load takes seconds, and steps without rows microseconds
+        time.sleep(0.005)
+        return step()
+
+    engine.llm.step = slowly
+    core = engine.llm.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+
+    def run(request: Request) -> Outcome:
+        return engine.run_again(Row(request.name, ((request,),)))
+
+    getattr(test_nixl, role)(runner, run, Path(os.environ["NWOR_TEST_FOLDER"]))
+
+
+prefill, decode = (partial(handover, role) for role in ("prefill", "decode"))
+
+
 def flip_in_file(folder: Path, layer: str, size: int) -> dict[str, Any]:
     """Flips a bit of slot 100 of a text in an ExampleConnector's file of that layer.
     Returns what must be found: the block's first slot (of `size`), as no digest says

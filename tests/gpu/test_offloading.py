@@ -6,8 +6,15 @@ NWOR_GPU_MODE=stage runs the engines with shadow blocks. Transfers take differen
 so bytes are compared on the CPU (tests/integration/test_connectors.py).
 """
 
+import json
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
+
+from tests.e2e.test_nixl import EXPECTED
+from tests.gpu import results
 from tests.gpu.compare import counter_problems, differing
 from tests.gpu.engines import BY_NAME, EngineSpec
 from tests.gpu.pool import ON, Chain, Pool, engines_fixture, engines_of
@@ -83,6 +90,30 @@ def test_a_load_that_a_graph_leaves_out_is_named(loading, engine):
     assert sum(report["cached"]["loaded"].values()) > 1000
     kinds = {one["kind"] for one in findings(report["clean"]["loaded"])}
     assert kinds == {"never_loaded"}
+
+
+@engines_of("handover")
+def test_what_nixl_brings_is_compared(pool, tmp_path, engine):
+    """As tests/e2e/test_nixl.py, in the memory of a GPU."""
+    if find_spec("nixl") is None:
+        pytest.skip("nixl is not installed")
+    secret = tmp_path / "secret"
+    secret.write_text(32 * "s")
+    more = AUDIT | {"VLLM_NWOR_AUDIT_SECRET": str(secret)}
+    more |= {"NWOR_TEST_FOLDER": str(tmp_path)}
+
+    def run(role: str, port: str) -> Any:
+        of_role = {"VLLM_NIXL_SIDE_CHANNEL_PORT": port}
+        return pool.run(role, BY_NAME[engine], ON, **more, **of_role)
+
+    with ThreadPoolExecutor() as threads:
+        runs = threads.map(run, ("prefill", "decode"), ("5711", "5712"))
+    for finished in runs:
+        finished.whole()
+    found = json.loads((tmp_path / "found").read_text())
+    command = "make gpu-test STEPS='build offload'"
+    results.save("offloading", command, {engine: {"found": found}}, case="nixl")
+    assert found == json.loads(json.dumps(EXPECTED))
 
 
 @ENGINES
