@@ -295,9 +295,10 @@ def adds_after_first_layer(name: str) -> bool:
 
 def pool_tag(address: int) -> str | None:
     """The tag of `address` in vLLM's sleep-mode allocator; None if it is not in it."""
-    from vllm.device_allocator.cumem import CuMemAllocator
+    from vllm.device_allocator.cumem import CuMemAllocator, cumem_available
 
-    for start, data in CuMemAllocator.get_instance().pointer_to_data.items():
+    known = CuMemAllocator.get_instance().pointer_to_data if cumem_available else {}
+    for start, data in known.items():
         size = data.handle[1]
         if start <= address < start + size:
             return str(data.tag)
