@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine in one process: `python -m tests.gpu.process JOB ENGINE OUT MODELS`.
 
-JOB is a function of this module or of weights.py; NWOR's mode comes from
+JOB is a function of this module, computed.py or weights.py; NWOR's mode comes from
 VLLM_NWOR_MODE. The report is written to OUT as JSON after each row, so that a process
 that dies leaves its last state. Exit status 0: the job ended; the tests judge the
 report.
@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.computed import computed, computed_eager  # noqa: F401 # jobs
 from tests.gpu.engines import BY_NAME, EngineSpec
 from tests.gpu.harness import SEED, Engine, Outcome, Report
 from tests.gpu.rows import (

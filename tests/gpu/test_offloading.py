@@ -17,7 +17,7 @@ from tests.e2e.test_nixl import EXPECTED
 from tests.gpu import results
 from tests.gpu.compare import counter_problems, differing
 from tests.gpu.engines import BY_NAME, EngineSpec
-from tests.gpu.pool import ON, Chain, Pool, engines_fixture, engines_of
+from tests.gpu.pool import OFF, ON, Chain, Pool, engines_fixture, engines_of
 from tests.gpu.test_audit import AUDIT, findings
 
 ENGINES = engines_of("offloading")
@@ -90,6 +90,30 @@ def test_a_load_that_a_graph_leaves_out_is_named(loading, engine):
     assert sum(report["cached"]["loaded"].values()) > 1000
     kinds = {one["kind"] for one in findings(report["clean"]["loaded"])}
     assert kinds == {"never_loaded"}
+
+
+def computed_twice(pool: Pool, spec: EngineSpec) -> Chain:
+    jobs = ("computed_eager", "computed")
+    folder = {"NWOR_TEST_FOLDER": str(pool.folder)}
+    return {job: pool.run(job, spec, OFF, **folder) for job in jobs}
+
+
+computing = engines_fixture(
+    "offloading",
+    computed_twice,
+    lambda spec, chain: {spec.name: chain["computed"].entry("cases")},
+    "make gpu-test STEPS='build offload'",
+    case="computed",
+)
+
+
+@engines_of("computed")
+def test_how_often_two_computations_of_a_text_differ(computing, engine):
+    """A measurement. Of different texts all blocks differ."""
+    report = computing[engine]["computed"].whole()
+    num_differing, num_blocks = report["another"]["blocks"]
+    assert num_differing == num_blocks == 15 * 256 // BY_NAME[engine].block_size
+    assert len(report["cases"]) == 8
 
 
 @engines_of("handover")

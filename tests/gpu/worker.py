@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tests.gpu.engines import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
-from tests.helpers.byte_map import allocation, slot_bytes
+from tests.helpers.byte_map import allocation, cache_of, slot_bytes
 from tests.helpers.oracle import Memory
 from tests.helpers.runner_probe import (
     block_tables,
@@ -208,6 +208,16 @@ class GpuTestExtension(OracleExtension):
         found = {"layer": name, "group": gid, "num_layers": 1}
         size = runner.vllm_config.cache_config.block_size
         return found if audit.states else found | {"position": 2 * size + 5}
+
+    def test_slots(self, blocks: list[int], num_slots: int) -> torch.Tensor:
+        """[target layers, num_slots, bytes] uint8, on the host: what the first slots of
+        these blocks hold."""
+        layers = target_layers(self.model_runner).values()
+        read = [
+            cache_of(layer)[blocks].transpose(1, 2).flatten(0, 1) for layer in layers
+        ]
+        slots = torch.stack([one[:num_slots].flatten(1) for one in read])
+        return slots.contiguous().view(torch.uint8).cpu()
 
     def test_layouts(self) -> list[dict[str, Any]]:
         """`judge_layout` of each target layer."""
