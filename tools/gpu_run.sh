@@ -93,9 +93,9 @@ step_layouts() { gpu_tests layouts "$@"; }
 step_audit() { gpu_tests audit "$@"; }
 step_poison() { gpu_tests poison "$@"; }
 step_weights() { gpu_tests weights "$@"; }
-step_offload() { gpu_tests offloading "$@"; }
+step_offload() { run_tests -s tests/gpu/test_offloading.py -k "not real_weights$(also ] "$@")"; }
 # The models: tools/gpu/README.md.
-step_real() { run_tests -s tests/gpu/test_{engine_matrix,audit}.py -k "real_weights$(also "" "$@")"; }
+step_real() { run_tests -s tests/gpu/test_{engine_matrix,audit,offloading}.py -k "real_weights$(also "" "$@")"; }
 step_parallel() { run_tests -s tests/gpu/test_engine_matrix.py -k test_two_ranks; }
 step_ray() { run_tests -s tests/gpu/test_engine_matrix.py -k test_ray; }
 

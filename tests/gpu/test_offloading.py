@@ -42,8 +42,13 @@ def counts(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
     """For the results file."""
     run = chain[ON]
     rows = run.report.get("clean", {}).items()
-    clean = {name: look["counts"] for name, (look,) in rows}
-    return {spec.name: run.entry("cached", "where", "found") | {"clean": clean}}
+    clean = {
+        name: look["counts"] | {"returned": look["totals"]["returned"]}
+        for name, (look,) in rows
+    }
+    found = findings(run.report.get("found", ()))
+    named = [one for one in found if one["owner"].startswith("wrong/")][:2]
+    return {spec.name: run.entry("cached", "where") | {"clean": clean, "named": named}}
 
 
 loading = engines_fixture(
@@ -114,6 +119,11 @@ def test_how_often_two_computations_of_a_text_differ(computing, engine):
     num_differing, num_blocks = report["another"]["blocks"]
     assert num_differing == num_blocks == 15 * 256 // BY_NAME[engine].block_size
     assert len(report["cases"]) == 8
+
+
+@engines_of("computed-real")
+def test_real_weights_differ_as_often(computing, engine):
+    test_how_often_two_computations_of_a_text_differ(computing, engine)
 
 
 @engines_of("handover")
