@@ -90,11 +90,16 @@ def check_loads(report: dict[str, Any], spec: EngineSpec) -> None:
 @engines_of("skipping")
 def test_a_load_that_a_graph_leaves_out_is_named(loading, engine):
     """vLLM 0.33.0 begins a load within a step before the graph, without the metadata of
-    attention that ExampleConnector asks for."""
+    attention that ExampleConnector asks for. The blocks are as they were, and some are
+    known to be of the text that had them before."""
     report = loading[engine][ON].whole()
-    assert sum(report["cached"]["loaded"].values()) > 1000
-    kinds = {one["kind"] for one in findings(report["clean"]["loaded"])}
-    assert kinds == {"never_loaded"}
+    (look,) = report["clean"]["loaded"]
+    cached = [of for of in report["cached"]["loaded"].values() if of]
+    # A step shows 256 findings at most, and counts all.
+    assert look["counts"]["never_loaded"] == sum(min(of, 256) for of in cached) > 1000
+    assert look["totals"]["findings"] > 0.9 * sum(cached)
+    assert look["counts"]["verified"] == look["counts"]["unverified"] == 0
+    assert {one["kind"] for one in findings([look])} <= {"never_loaded", "other_text"}
 
 
 def computed_twice(pool: Pool, spec: EngineSpec) -> Chain:

@@ -50,6 +50,8 @@ OUR_KERNEL = re.compile(r"nwor::.*?(\w+)_kernel\b(?:<[^>]*?(\w+)>)?")
 # Of one step, around commit (the audit: what is its first there): microseconds before
 # and after the kernel that precedes it.
 BEFORE_US, AFTER_US = 60, 140
+# Of device_times: to read one run's events takes the profiler seconds.
+PROFILED_ROUNDS = 2
 
 
 class HookTimes:
@@ -158,14 +160,23 @@ def around(events: Sequence[Event], anchor: str) -> list[Event]:
     ]
 
 
-def device_times(
-    engine: Engine, arms: Sequence[ab.Arm], rounds: int
-) -> dict[str, Any]:
+def busy_us(events: Sequence[Event], ours: bool) -> float:
+    """How long any of ours, or of vLLM's, was on the device: a kernel that is launched
+    early waits there for the one before."""
+    end = total = 0.0
+    for event in events:
+        if bool(event.ours) is ours:
+            stop = event.start_us + event.us
+            total += max(0.0, stop - max(end, event.start_us))
+            end = max(end, stop)
+    return total
+
+
+def device_times(engine: Engine, arms: Sequence[ab.Arm]) -> dict[str, Any]:
     """Of each arm: `ours`, of each of our kernels the median microseconds and launches
-    of a run; `ours_us` and `theirs_us`, our kernels, and vLLM's and copies, a mean
-    step; `around`."""
+    of a run; `ours_us` and `theirs_us`, busy_us of a mean step; `around`."""
     runs: dict[str, list[tuple[list[Event], int]]] = {}
-    for _ in range(rounds):
+    for _ in range(PROFILED_ROUNDS):
         for arm in arms:
             runs.setdefault(arm.name, []).append(device_events(engine, arm))
     # What precedes commit is in each arm's steps.
@@ -182,8 +193,7 @@ def device_times(
         mean_us: dict[bool, list[float]] = {True: [], False: []}
         for events, num_steps in of:
             for is_ours, means in mean_us.items():
-                us = sum(event.us for event in events if bool(event.ours) is is_ours)
-                means.append(us / num_steps)
+                means.append(busy_us(events, is_ours) / num_steps)
             for event in events:
                 if event.ours:
                     ours.setdefault(event.ours, []).append(event.us)
@@ -191,7 +201,7 @@ def device_times(
             "ours": {
                 kernel: {
                     "median_us": round(statistics.median(times), 2),
-                    "launches": len(times) // rounds,
+                    "launches": len(times) // PROFILED_ROUNDS,
                 }
                 for kernel, times in ours.items()
             },
@@ -243,7 +253,7 @@ def profile(
                 **about,
                 "command": f"{command} --batches {batch}",
                 **host_times(engine, arms, hooks, rounds),
-                "device": device_times(engine, arms, rounds),
+                "device": device_times(engine, arms),
             }
         )
 
