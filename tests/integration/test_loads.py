@@ -104,7 +104,7 @@ class World:
     def forget(self, text: int) -> None:
         """As if the audit had begun behind the computation of that text."""
         audit = self.engine.audit.audit
-        (digests,) = audit.outbox.digests
+        (digests,) = audit.outbox.judge.digests
         for digest, (_, generation) in list(digests._computed.items()):
             name = audit.requests.name_of(generation) or ""
             if name.rpartition("-")[0] == f"text{text}":
@@ -441,7 +441,7 @@ def test_a_load_that_writes_nothing_and_says_so(
 def test_a_text_with_too_many_versions_stays_unverified(world: World) -> None:
     """Each computation of it came out differently."""
     (text,) = world.store(1)
-    (digests,) = world.engine.audit.audit.outbox.digests
+    (digests,) = world.engine.audit.audit.outbox.judge.digests
     for key, known in list(digests._texts.items()):
         for version in range(MAX_OF_TEXT):
             digests.commit(key, version, bytes([version]) * len(known[0]), 1)
