@@ -87,13 +87,11 @@ class Judge:
         others = list(_rows(of.others, num_layers))
         loaded = [one for one in others if one[0][_KIND] == LOADED]
         before = found.num_unverified
-        num_verified = num_failed = 0
         # The first position that failed, by generation.
         begins: dict[int, int] = {}
         for (_, block, position, generation, *_), _ in loaded:
             if block in failed:
-                known = begins.get(generation, position)
-                begins[generation] = min(known, position)
+                begins[generation] = min(begins.get(generation, position), position)
         reported = {
             finding.block
             for finding in found.findings
@@ -106,25 +104,19 @@ class Judge:
             text, block, position, generation, num_slots, _, tokens, is_known = head
             verdict: Wrong | bool = False
             if position >= begins.get(generation, position + 1):
-                num_failed += num_slots
-            elif block in reported:
-                pass
-            elif num_slots < judged.block_size:
-                partly[block] = generation
-                verdict = handed.get((generation, block), False)
-                if verdict is False:
-                    continue
-            elif is_known:
-                verdict = digests.judge(text, tokens, digest, generation)
+                found.num_failed += num_slots
+            elif block not in reported:
+                if num_slots < judged.block_size:
+                    partly[block] = generation
+                elif is_known:
+                    verdict = digests.judge(text, tokens, digest, generation)
                 if verdict is False:
                     verdict = handed.get((generation, block), False)
                 if verdict is False:
                     continue
-            else:
-                continue
             found.num_unverified -= num_slots
             if verdict is True:
-                num_verified += num_slots
+                found.num_verified += num_slots
             elif isinstance(verdict, Wrong):
                 found.findings.append(self._finding(judged, head, verdict, of.step))
         for head, digest in _rows(of.computed, num_layers):
@@ -132,8 +124,6 @@ class Judge:
             is_its_own = is_known and partly.pop(block, None) != generation
             kept = digest if is_its_own and not begins else CUT
             digests.commit(text, tokens, kept, generation)
-        found.num_verified += num_verified
-        found.num_failed += num_failed
         self.num_settled += before - found.num_unverified
 
     def _handed(
