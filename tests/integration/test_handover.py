@@ -8,6 +8,8 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from tests.helpers.folder_connector import Pair
 from tests.helpers.logs import nwor_log
 from tests.integration.test_audit import found
 from tests.integration.test_byte_oracle import EVERYTHING, prompt
+from vllm_nwor.audit.findings import AuditError
 from vllm_nwor.audit.handover import opened, sealed
 from vllm_nwor.config import secret_in
 
@@ -28,6 +31,7 @@ TAIL = 5
 LENGTH = NUM_BLOCKS * BLOCK_SIZE + TAIL
 SECRET = "a secret of the tests, long enough"
 
+NO_SECRET = {"AUDIT_SECRET": ""}
 ID = "remote_request_id"
 
 seeds = itertools.count(3000)
@@ -54,14 +58,16 @@ class World:
         self.prefill = self.engine(loads)
         self.decode = self.engine(loads, **of_decode)
 
-    def engine(self, loads: str, **more: Any) -> Engine:
+    def engine(
+        self, loads: str, settings: Mapping[str, str] = {}, **more: Any
+    ) -> Engine:
         options = {
             "kv_transfer_config": transfer(self.path, loads=loads),
             "enable_prefix_caching": True,
             "speculative_config": None,
             "max_num_batched_tokens": 2 * BLOCK_SIZE,  # a prompt takes two steps
         }
-        return Engine("off", self.settings, **(options | more))
+        return Engine("off", self.settings | settings, **(options | more))
 
     def given(
         self, text: int, length: int = LENGTH, salt: str | None = None
@@ -362,12 +368,7 @@ def test_a_decode_instance_with_another_data_type(tmp_path):
 def test_without_a_secret_nothing_is_sent_and_nothing_used(asynchronous):
     world, text = asynchronous, next(seeds)
     params = world.given(text)
-    settings = world.settings
-    world.settings = EVERYTHING
-    try:
-        alone = world.engine("async")
-    finally:
-        world.settings = settings
+    alone = world.engine("async", NO_SECRET)
     result = world.ask(alone, "a", prompt(text, LENGTH), 1, {"do_remote_decode": True})
     assert result.transfer_params["a"].keys() == params.keys() - {"nwor"}
     before, other = world.totals(alone), next(seeds)
@@ -375,3 +376,24 @@ def test_without_a_secret_nothing_is_sent_and_nothing_used(asynchronous):
     after = world.totals(alone)
     assert after["unverified"] - before["unverified"] == LENGTH - 1
     assert not any(name.startswith("handover") for name in after)
+
+
+@pytest.mark.parametrize("digests", ["right", "forged", "without a secret"])
+def test_under_raise_only_authenticated_digests_end_the_engine(asynchronous, digests):
+    world, text = asynchronous, next(seeds)
+    params = world.given(text)
+    world.plant(params, 1, 9, 2)
+    if digests == "forged":
+        params["nwor"] = sealed(opened(params["nwor"], world.secret), b"another one")
+    no_secret = NO_SECRET if digests == "without a secret" else {}
+    decode = world.engine("async", {"AUDIT": "raise"} | no_secret)
+    first = "1 findings, the first: not_as_sent: "
+    is_right = digests == "right"
+    with pytest.raises(AuditError, match=first) if is_right else nullcontext():
+        world.ask(decode, "a", prompt(text, LENGTH), 4, params)
+    counts = world.totals(decode)
+    assert counts["unverified"] == (0 if is_right else LENGTH - 1)
+    assert counts.get("not_as_sent", 0) == is_right
+    results = {"right": {"handover_wrong"}, "forged": {"handover_signature"}}
+    handovers = {name for name in counts if "handover" in name}
+    assert handovers == results.get(digests, set())
