@@ -5,7 +5,6 @@ what it has loaded. Faults are put into the files, and into what travels."""
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 from collections.abc import Mapping
@@ -19,7 +18,6 @@ import torch
 from tests.helpers.byte_map import owners
 from tests.helpers.engine import BLOCK_SIZE, Engine, Request
 from tests.helpers.folder_connector import Pair
-from tests.helpers.logs import nwor_log
 from tests.integration.test_audit import found
 from tests.integration.test_byte_oracle import EVERYTHING, prompt
 from vllm_nwor.audit.findings import AuditError
@@ -169,20 +167,14 @@ def one_wrong(num_slots: int) -> dict[str, int]:
 # --- what is right --------------------------------------------------------------------
 
 
-def test_what_the_prefill_instance_computed_is_verified(world):
-    text = next(seeds)
-    params = world.given(text)
-    assert len(world.files(params)) == NUM_BLOCKS + 1
-    assert world.taken(text, params) == ALL
-    # Again, from the same files.
-    assert world.taken(text, params) == ALL
-
-
 @pytest.mark.parametrize("length", [2, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE + 31])
 def test_every_token_of_a_prompt_but_the_last_is_verified(world, length):
     text = next(seeds)
-    rise = world.taken(text, world.given(text, length), length)
-    assert rise == {"verified": length - 1, "handover_verified": 1}
+    params = world.given(text, length)
+    assert len(world.files(params)) == -(-length // BLOCK_SIZE)
+    for _ in range(2):  # again, from the same files
+        rise = world.taken(text, params, length)
+        assert rise == {"verified": length - 1, "handover_verified": 1}
 
 
 def test_a_prompt_that_the_prefill_instance_found_in_its_cache(asynchronous):
@@ -282,58 +274,16 @@ def test_a_load_that_was_reported_as_failed_is_no_finding(world):
 # --- digests that cannot be used ------------------------------------------------------
 
 
-def refused(world: World, text: int, params: dict[str, Any], result: str) -> bool:
-    """Whether nothing is compared, for that reason, with blocks that are wrong."""
+def test_a_proxy_that_leaves_the_key_out(asynchronous):
+    """Nothing is compared, though all blocks are wrong."""
+    world, text = asynchronous, next(seeds)
+    params = world.given(text)
+    del params["nwor"]
     for block in range(NUM_BLOCKS + 1):
         world.plant(params, block, 0, 0)
     rise = world.taken(text, params)
-    return rise == {"unverified": LENGTH - 1, f"handover_{result}": 1} and (
-        world.found() == []
-    )
-
-
-@pytest.mark.parametrize("sent", [None, "", "%%%", 7, {"rows": []}, "bmV3bm9y", b""])
-def test_malformed(asynchronous, sent):
-    text = next(seeds)
-    params = asynchronous.given(text) | {"nwor": sent}
-    assert refused(asynchronous, text, params, "malformed")
-
-
-def test_a_proxy_that_leaves_the_key_out(asynchronous):
-    text = next(seeds)
-    params = asynchronous.given(text)
-    del params["nwor"]
-    assert refused(asynchronous, text, params, "missing")
-
-
-@pytest.mark.parametrize("secret", [None, b"", b"another one"])
-def test_a_forged_signature(asynchronous, secret):
-    """None: of another body."""
-    text = next(seeds)
-    params = asynchronous.given(text)
-    data = bytearray(base64.b64decode(params["nwor"]))
-    if secret is None:
-        data[-1] ^= 1
-        params["nwor"] = base64.b64encode(data).decode()
-    else:
-        params["nwor"] = sealed(opened(params["nwor"], asynchronous.secret), secret)
-    assert refused(asynchronous, text, params, "signature")
-
-
-@pytest.mark.parametrize("what", ["text", "request"])
-def test_digests_of_another_request(asynchronous, what):
-    """Of another text; or of the same, computed before."""
-    text = next(seeds)
-    before = asynchronous.given(text if what == "request" else next(seeds))
-    params = asynchronous.given(text)
-    sent = {"nwor": before["nwor"], ID: before[ID]}
-    if what == "request":
-        del sent[ID]
-    else:
-        for file in asynchronous.files(params):
-            to = file.name.replace(params[ID], sent[ID])
-            file.rename(file.with_name(to))
-    assert refused(asynchronous, text, params | sent, "request")
+    assert rise == {"unverified": LENGTH - 1, "handover_missing": 1}
+    assert world.found() == []
 
 
 @pytest.mark.parametrize("salt", ["another", None])
@@ -343,20 +293,6 @@ def test_another_salt(asynchronous, salt):
     rise = asynchronous.taken(text, params, salt=salt)
     assert rise == {"unverified": LENGTH - 1, "handover_request": 1}
     assert asynchronous.taken(text, params, salt="one") == ALL
-
-
-@pytest.mark.parametrize("name", ["block size", "ranks", "data types"])
-def test_another_format(asynchronous, name):
-    """As a prefill instance of other sizes would send it."""
-    text = next(seeds)
-    params = asynchronous.given(text)
-    sent = opened(params["nwor"], asynchronous.secret)
-    sent.parts[0].format[name] = "16"
-    params["nwor"] = sealed(sent, asynchronous.secret)
-    asynchronous.decode.audit.audit.outbox._handovers._logged.clear()
-    with nwor_log() as lines:
-        assert refused(asynchronous, text, params, "format")
-    assert sum(f"the {name} is '16' there and " in line for line in lines) == 1
 
 
 def test_a_decode_instance_with_another_data_type(tmp_path):
