@@ -21,8 +21,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 @pytest.mark.parametrize(
     ("options", "faults", "of_faults", "num_steps"),
     [
-        # Its engine has no prefill instance.
-        ((), FAULTS, set(CLASSES) - set(OF_STATES) - {"not_as_sent"}, 450),
+        ((), FAULTS, set(CLASSES) - set(OF_STATES), 450),
         # No model with rings runs on a CPU.
         (("--states",), STATE_FAULTS, set(OF_STATES) - {"ring_overwritten"}, 150),
     ],

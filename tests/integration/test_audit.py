@@ -46,7 +46,7 @@ from tests.integration.test_byte_oracle import (
     prompt,
     watch,
 )
-from tests.integration.test_reach import IDLE, METHODS, MODELS, Idle
+from tests.integration.test_reach import IDLE, METHODS, MODELS
 from vllm_nwor.audit import explain, incident
 from vllm_nwor.audit.findings import AuditError, Finding
 
@@ -426,41 +426,6 @@ def test_turns_that_end_within_accepted_drafts_are_found(
     assert is_mended or corrupt == by_arithmetic
 
 
-class FailingLoads(Idle):
-    """Announces two blocks of each prompt, and fails within the step."""
-
-    failed: set[int] = set()
-
-    def get_num_new_matched_tokens(self, request: Any, num: int) -> tuple[int, bool]:
-        return max(2 * BLOCK_SIZE - num, 0), False
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num: int) -> None:
-        FailingLoads.failed = set(blocks.get_block_ids()[0][:2]) if num else set()
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        failed, FailingLoads.failed = FailingLoads.failed, set()
-        return failed
-
-
-def test_a_load_that_fails_within_its_step_is_no_finding(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """vLLM computes its blocks in the next step; until then they hold another text."""
-    transfers = IDLE | {"kv_connector": "FailingLoads"}
-    transfers |= {"kv_connector_module_path": __name__}
-    policy = {"kv_load_failure_policy": "recompute"}
-    blocks = {"num_gpu_blocks_override": 17, "enable_prefix_caching": True}
-    engine = Engine("off", EVERYTHING, kv_transfer_config=transfers | policy, **blocks)
-    requests = [Request(f"{n}", prompt(n, 100), 9, at=20 * n) for n in range(6)]
-    result = engine.run(requests)
-    assert set(result.cached.values()) == {2 * BLOCK_SIZE}
-    assert found(engine) == []
-    name = "get_num_new_matched_tokens"
-    monkeypatch.setattr(FailingLoads, name, lambda *_: (0, False))
-    engine.llm.reset_prefix_cache()
-    assert engine.run(requests).tokens == result.tokens
-
-
 def test_mode_raise_ends_the_step_and_the_file_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "findings.json"
     settings = EVERYTHING | {"AUDIT": "raise", "AUDIT_FILE": str(path)}
@@ -539,32 +504,21 @@ def test_an_incident_file_has_the_block_tables_of_the_runner(
 
 
 def test_an_incident_file_names_what_was_planted(
-    recorded: tuple[Engine, Path],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    recorded: tuple[Engine, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A bit of a block that two requests share, then two requests' tables swapped: the
-    file tells which requests had the blocks, and which one never did."""
-    monkeypatch.setattr(incident, "INTERVAL_SECONDS", 0)
+    """A bit of a block that two requests share: the file tells which had it."""
     engine, path = recorded
     engine.llm.reset_prefix_cache()
-    tables, before = engine.runner.input_batch.block_table, engine.audit.audit.step
-
-    def explained() -> list[str]:
-        """What is said of each finding."""
-        capsys.readouterr()
-        assert explain.main([str(path)]) == 0
-        said = re.sub(r"\b([abcd])-\w{8}\b", r"\1", capsys.readouterr().out)
-        head, *cases = said.split("\n\n")
-        about = f"vLLM {vllm.__version__}", "mode cow, audit log", "KV connector none"
-        assert all(part in head for part in about)
-        return cases
-
-    flips: list[Any] = []
+    before, flips = engine.audit.audit.step, list[Any]()
     requests = [Request("a", prompt(3, 80), 60), Request("b", prompt(3, 80), 20, at=6)]
     with engine.before_step(12, lambda: flips.append(flip(engine))):
         engine.run(requests)
-    (case,) = explained()
+    capsys.readouterr()
+    assert explain.main([str(path)]) == 0
+    said = re.sub(r"\b([ab])-\w{8}\b", r"\1", capsys.readouterr().out)
+    head, case = said.split("\n\n")
+    about = f"vLLM {vllm.__version__}", "mode cow, audit log", "KV connector none"
+    assert all(part in head for part in about)
     ((_, layer, slot, owner),) = flips
     assert owner == "a"
     first, arrival = before + 1, before + 7
@@ -577,28 +531,5 @@ def test_an_incident_file_names_what_was_planted(
         f"b found it in the cache in step {arrival}, as block 0 of its table; still",
         f"Since the last write: in step {arrival} b found this block in the cache, or",
         "Conclusion: no load, copy or zeroing of this block is recorded: ",
-    ):
-        assert part in case
-
-    owned: list[int] = []
-
-    def swap() -> None:
-        rows = engine.runner.input_batch.req_ids
-        assert [request_name(name) for name in rows] == ["c", "d"]
-        owned.append(int(tables[0].block_table.np[1, 0]))
-        tables.swap_row(0, 1)
-
-    others = [Request("c", prompt(5, 80), 60), Request("d", prompt(6, 70), 60)]
-    with engine.before_step(9, swap), engine.before_step(10, swap):
-        engine.run(others)
-    last = json.loads(path.read_text())["report"]["findings"]
-    step = next(one["step"] for one in last if one["kind"] == "wrong_prefix")
-    where = f"block {owned[0]} (KV-cache group 0), "
-    (case,) = [case for case in explained() if where in case]
-    for part in (
-        f"wrong_prefix in step {step}: ",
-        "c reads it, and d wrote it last",
-        f"d had this block in step {step}, and c did not: the block table or the slots "
-        "of c are wrong.",
     ):
         assert part in case

@@ -34,7 +34,10 @@ from vllm_nwor.audit.loads import MAX_OF_TEXT
 NUM_BLOCKS = 3
 LENGTH = NUM_BLOCKS * BLOCK_SIZE + 5
 
-SLOW = SlowFolder.__module__
+SLOW = {
+    "kv_connector": SlowFolder.__name__,
+    "kv_connector_module_path": SlowFolder.__module__,
+}
 
 seeds = itertools.count(1000)
 
@@ -104,7 +107,7 @@ class World:
     def forget(self, text: int) -> None:
         """As if the audit had begun behind the computation of that text."""
         audit = self.engine.audit.audit
-        (digests,) = audit.outbox.digests
+        (digests,) = audit.outbox.judge.digests
         for digest, (_, generation) in list(digests._computed.items()):
             name = audit.requests.name_of(generation) or ""
             if name.rpartition("-")[0] == f"text{text}":
@@ -441,7 +444,7 @@ def test_a_load_that_writes_nothing_and_says_so(
 def test_a_text_with_too_many_versions_stays_unverified(world: World) -> None:
     """Each computation of it came out differently."""
     (text,) = world.store(1)
-    (digests,) = world.engine.audit.audit.outbox.digests
+    (digests,) = world.engine.audit.audit.outbox.judge.digests
     for key, known in list(digests._texts.items()):
         for version in range(MAX_OF_TEXT):
             digests.commit(key, version, bytes([version]) * len(known[0]), 1)
@@ -481,8 +484,7 @@ def test_a_block_of_the_cache_in_front_of_a_load(world: World) -> None:
 
 @pytest.fixture(scope="module")
 def slow_engine(tmp_path_factory: pytest.TempPathFactory) -> World:
-    slow = {"kv_connector": "SlowFolder", "kv_connector_module_path": SLOW}
-    return World(tmp_path_factory.mktemp("slow"), **slow)
+    return World(tmp_path_factory.mktemp("slow"), **SLOW)
 
 
 @pytest.fixture
@@ -511,32 +513,56 @@ def test_a_load_that_takes_steps_and_is_wrong(
     assert len(blocks) == 2 * NUM_BLOCKS
 
 
-@pytest.mark.parametrize("first", range(NUM_BLOCKS))
+@pytest.fixture
+def fails(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """The next load brings wrong bytes from that block of a text on, and the connector
+    names these blocks; None: of all blocks, and it names the request."""
+    arrive, results = SlowFolder.arrive, SlowFolder.get_transfer_results
+
+    def put(first: int | None) -> None:
+        failed: list[set[int]] = []
+
+        def fail(connector: Any, request: Any, layers: Any) -> None:
+            monkeypatch.setattr(SlowFolder, "arrive", arrive)
+            blocks = (request.slot_mapping[::BLOCK_SIZE] // BLOCK_SIZE)[first:]
+            failed.append(set(blocks.tolist()))
+            arrive(connector, request, layers)
+            for layer in layers.values():
+                layer.kv_cache[blocks] = 3
+
+        def name(connector: Any, ended: set[str]) -> Any:
+            found = results(connector, ended)
+            if failed and failed.pop():
+                found.failed_recving = found.finished_recving
+            return found
+
+        monkeypatch.setattr(SlowFolder, "arrive", fail)
+        if first is None:
+            monkeypatch.setattr(SlowFolder, "get_transfer_results", name)
+        else:
+            monkeypatch.setattr(
+                SlowFolder, "failed", lambda _: failed.pop() if failed else set()
+            )
+
+    return put
+
+
+@pytest.mark.parametrize("first", [*range(NUM_BLOCKS), None])
 def test_a_load_that_takes_steps_and_fails(
-    slow: World, first: int, monkeypatch: pytest.MonkeyPatch
+    slow: World,
+    fails: Callable[[int | None], None],
+    first: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It brings wrong bytes from the block that fails on."""
+    """Where nothing has come vLLM asks again; the connector has nothing then (0), or
+    all of it (None)."""
     (text,) = slow.store(1)
-    failed: list[set[int]] = []
-    arrive = SlowFolder.arrive
-
-    def fail(connector: Any, request: Any, layers: Any) -> None:
-        blocks = request.slot_mapping[::BLOCK_SIZE] // BLOCK_SIZE
-        failed.append(set(blocks[first:].tolist()))
-        arrive(connector, request, layers)
-        for layer in layers.values():
-            layer.kv_cache[blocks[first:]] = 3
-
-    monkeypatch.setattr(SlowFolder, "arrive", fail)
-    monkeypatch.setattr(
-        SlowFolder, "failed", lambda _: failed.pop() if failed else set()
-    )
-    if not first:  # vLLM asks again
+    fails(first)
+    if first == 0:
         monkeypatch.setattr(ExampleConnector, "_found_match_for_request", once_true())
-    expected = {
-        "failed": SLOTS - first * BLOCK_SIZE,
-        "verified": first * BLOCK_SIZE,
-    }
+    num_loaded = NUM_BLOCKS if first is None else first
+    failed, verified = SLOTS - (first or 0) * BLOCK_SIZE, num_loaded * BLOCK_SIZE
+    expected = {"failed": failed, "verified": verified}
     assert slow.ask(text) == {name: n for name, n in expected.items() if n}
     assert slow.found() == []
     assert slow.is_right()
@@ -607,6 +633,21 @@ def test_a_request_fails_with_its_load(
     assert world.finish[text] == "error"
     assert rise == {"failed": SLOTS - BLOCK_SIZE, "handed_on": 1}
     assert world.found()[0].position == 0
+
+
+def test_a_request_fails_with_a_load_that_takes_steps(
+    tmp_path: Path, fails: Callable[[int | None], None]
+) -> None:
+    """The workers hear of it in the next step. Its blocks are fine for others."""
+    world = World(tmp_path, **SLOW, kv_load_failure_policy="fail")
+    for first in (1, None):
+        (text,) = world.store(1)
+        fails(first)
+        assert world.ask(text) == {}
+        assert world.finish[text] == "error"
+        assert world.ask(text) == {"failed": SLOTS, "verified": SLOTS}
+        assert world.is_right()
+    assert world.found() == []
 
 
 def test_a_file_that_is_cut_ends_the_engine_without_a_finding(tmp_path: Path) -> None:

@@ -85,26 +85,6 @@ def test_right_states_are_silent(engine: Engine) -> None:
         assert found(engine) == []
 
 
-def test_anothers_block_is_named(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def act(number: int, forward: Any) -> Any:
-        if number == AT_STEP:
-            table = of_layer(engine, 1)[0].state_indices_tensor_d
-            table[:2] = table[:2].flip(0)
-        return forward()
-
-    steps = replace_forward(engine, monkeypatch, act)
-    engine.run(REQUESTS)
-    findings = [one for one in found(engine) if one.step == steps[AT_STEP - 1]]
-    assert {one.kind for one in findings} == {"foreign_state"}
-    assert {one.state for one in findings} == set(engine.states)
-    names = [request_name(one.owner) for one in findings]
-    writers = [request_name(one.writer.request) for one in findings]
-    assert set(zip(names, writers, strict=True)) == {("r0", "r1"), ("r1", "r0")}
-    assert {(one.layer, one.num_layers) for one in findings} == {(engine.layers[1], 1)}
-
-
 def test_a_state_that_is_not_written_is_named(engine: Engine) -> None:
     """All requests of the step, in that layer alone."""
 
@@ -126,28 +106,6 @@ def test_a_state_that_is_not_written_is_named(engine: Engine) -> None:
         places = {(one.kind, one.state, one.layer, one.num_layers) for one in findings}
         assert places == {("state_not_written", state, engine.layers[1], 1)}
         assert len(findings) == len({one.owner for one in findings}) == len(REQUESTS)
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_prompts_that_begin_or_go_on_with_the_wrong_state_are_named(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, is_first: bool
-) -> None:
-    def act(number: int, forward: Any) -> Any:
-        for layer in range(3):
-            has_state = of_layer(engine, layer)[0].has_initial_states_p
-            if has_state is not None:
-                has_state.fill_(is_first)
-        return forward()
-
-    replace_forward(engine, monkeypatch, act)
-    engine.run([Request("long", prompt(9, 300), 2)])
-    findings = engine.take_findings()
-    engine.audit.audit.states.totals.zero_()
-    kind, position = ("no_state_yet", 0) if is_first else ("state_lost", 256)
-    assert {(one.kind, one.state) for one in findings} == {
-        (kind, state) for state in engine.states
-    }
-    assert {(one.position, one.num_layers) for one in findings} == {(position, 3)}
 
 
 def test_states_that_vllms_cpu_code_misplaces_with_speculation_are_named(

@@ -285,7 +285,7 @@ def test_a_store_of_an_earlier_life_gives_no_false_alarm(world: World) -> None:
     """Texts that end alike may have the same states. Nothing is known of the second."""
     texts = world.store((7,) * LENGTH, (*prompt(3, BLOCK), *(7,) * (LENGTH - BLOCK)))
     world.ask(texts[1], num_loaded=5)
-    for digests in world.engine.audit.audit.outbox.digests[1:]:
+    for digests in world.engine.audit.audit.outbox.judge.digests[1:]:
         assert not digests.is_own
         digests._texts.popitem()
         digests._computed.popitem()

@@ -40,8 +40,7 @@ from tests.helpers.runner_probe import request_name
 from tests.integration.test_byte_oracle import EVERYTHING
 from vllm_nwor import Commit, on_commit
 from vllm_nwor.audit import fingerprints
-from vllm_nwor.audit.findings import LOST, AuditError
-from vllm_nwor.config import NworConfig, NworConfigError
+from vllm_nwor.audit.findings import LOST
 from vllm_nwor.hooks import worker as worker_hooks
 from vllm_nwor.hooks.weights import START, START_DRAFT
 from vllm_nwor.metrics import WEIGHT_CHANGES, NworStats
@@ -214,6 +213,16 @@ ROUTES: dict[str, Change] = {
     "update_weights": transfer,
     "update_weights, which fails": transfer_half,
 }
+# As they are counted.
+NAMES = {
+    "reload_weights, a path": "reload_weights",
+    "reload_weights, tensors": "reload_weights",
+    "any RPC": "rpc",
+    "any RPC, which fails": "rpc",
+    "apply_model": "load_weights",
+    "load_weights in process": "load_weights",
+    "update_weights, which fails": "update_weights",
+}
 
 
 # --- requests and findings ------------------------------------------------------------
@@ -326,28 +335,21 @@ def test_hits_on_blocks_of_other_weights_are_found(engine: Engine, route: str) -
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_each_route_is_a_new_epoch_only_with_new_bytes(
-    engine: Engine, route: str
+    engine: Engine, route: str, changes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also a route of many calls, and one that fails half way."""
+    """Also a route of many calls, and one that fails half way. No change is taken for
+    an unannounced one."""
+    monkeypatch.setattr(fingerprints, "EVERY", 1)
     before = next_epoch(engine)
     answer = ask(engine, "first", cached=0)
+    changes.clear()
     ROUTES[route](engine, 0)
     assert ask(engine, "second") == answer
     assert engine.take_findings() == []
     written, present = check_change(engine, ROUTES[route])
     assert written < before + 1
     assert present == before + 1
-
-
-def test_an_rpc_that_only_reads_is_no_new_epoch(engine: Engine) -> None:
-    before = next_epoch(engine)
-    answer = ask(engine, "first", cached=0)
-    sums = engine.llm.apply_model(lambda model: model.lm_head.weight.data.sum().item())
-    assert sums[0] != 0
-    engine.llm.collective_rpc("check_health")
-    assert ask(engine, "second") == answer
-    assert engine.take_findings() == []
-    assert next_epoch(engine) == before + 1
+    assert changes == [NAMES.get(route, route)]
 
 
 @of_each_kind
@@ -428,20 +430,6 @@ def test_writes_that_nothing_announces_are_found_some_steps_later(
     assert engine.take_findings() == []
 
 
-def test_a_write_that_nothing_announces_is_not_seen_at_once(engine: Engine) -> None:
-    """A limit: until a fingerprint is taken."""
-    before = ask(engine, "first", cached=0)
-    fingerprint = engine.audit.audit.fingerprints
-    run_steps(engine, -engine.audit.audit.step % fingerprints.EVERY)
-    write(model_of(engine), next(new_seeds))
-    seen, wrong = fingerprint.seen, ask(engine, "second")
-    assert fingerprint.seen == seen
-    assert engine.take_findings() == []
-    right = ask_anew(engine)
-    assert before != right
-    assert wrong != right
-
-
 def test_weights_that_nobody_writes_are_looked_at_by_nobody(
     engine: Engine, changes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -453,46 +441,6 @@ def test_weights_that_nobody_writes_are_looked_at_by_nobody(
     run_steps(engine, 100)
     assert engine.audit.audit.fingerprints.seen >= first + 100
     assert (weights.num_looks, changes) == (num_looks, [])
-
-
-ANNOUNCED = {
-    "reload_weights, a path": "reload_weights",
-    "any RPC": "rpc",
-    "apply_model": "load_weights",
-    "load_weights in process": "load_weights",
-    "update_weights": "update_weights",
-}
-
-
-@pytest.mark.parametrize("route", ANNOUNCED)
-@pytest.mark.parametrize("is_running", [False, True], ids=["idle", "running"])
-def test_an_announced_change_is_not_unannounced(
-    engine: Engine,
-    route: str,
-    is_running: bool,
-    changes: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(fingerprints, "EVERY", 1)
-    ask(engine, "first", cached=0)
-    changes.clear()
-
-    def change() -> None:
-        ROUTES[route](engine, next(new_seeds))
-
-    if is_running:
-        flights = [Request("flight", prompt(79, 40), 30)]
-        length = 50
-
-        def is_there() -> bool:
-            requests = engine.scheduler.requests.values()
-            return any(one.num_computed_tokens > length for one in requests)
-
-        run_until(engine, flights, is_there, change)
-    else:
-        change()
-    run_steps(engine, 5)
-    assert changes == [ANNOUNCED[route]]
 
 
 # --- sleep ----------------------------------------------------------------------------
@@ -644,10 +592,14 @@ def fly(engine: Engine, act: Callable[[], Any]) -> tuple[Result, list[int]]:
 @of_each_kind
 @pytest.mark.parametrize("when", ["between steps", "paused", "reset in vain"])
 def test_requests_in_flight_are_not_found_but_their_blocks_are(
-    engine: Engine, when: str
+    engine: Engine,
+    when: str,
+    changes: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also the block that spans the change, and one behind it. vLLM resets nothing
-    while requests run."""
+    while requests run. The change is not taken for an unannounced one."""
+    monkeypatch.setattr(fingerprints, "EVERY", 1)
 
     def change() -> None:
         if when == "paused":
@@ -660,6 +612,7 @@ def test_requests_in_flight_are_not_found_but_their_blocks_are(
 
     _, answer = fly(engine, change)
     wrong = ask(engine, "later")
+    assert changes[-1:] == ["rpc"]
     by_epochs = epochs(engine, "later", ["flight"] * 2)
     ask(engine, "behind", (*TEXT, *answer), cached=4 * BLOCK_SIZE)
     assert epochs(engine, "behind", ["flight"] * 4) == by_epochs
@@ -773,11 +726,13 @@ def test_requests_computed_anew_after_a_reset_are_of_the_new_weights(
     assert ask_anew(engine, text) == later
 
 
+@pytest.mark.parametrize("engine", ["off, no speculation"], indirect=True)
 def test_a_preempted_request_that_resumes_is_of_the_new_weights(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is left of its own blocks it takes over, which is found. The others it
-    computes anew, and later requests may have them."""
+    computes anew, and later requests may have them. (With drafts it depends
+    on the weights how often it is preempted.)"""
     requests = [Request(f"{n}", prompt(81 + n, 200), 190) for n in range(2)]
     unchanged = engine.run(requests).tokens
     assert engine.llm.reset_prefix_cache()
@@ -838,20 +793,6 @@ def test_weights_may_change_while_drafts_are_in_flight(engine: Engine) -> None:
 # --- reactions ------------------------------------------------------------------------
 
 
-def test_mode_raise_ends_the_step() -> None:
-    engine = start(AUDIT="raise")
-    ask(engine, "first", cached=0)
-    write_by_rpc(engine, next(new_seeds))
-    with (
-        nwor_log() as lines,
-        pytest.raises(AuditError, match="2 findings, the first: stale_weights: "),
-    ):
-        ask(engine, "second")
-    assert epochs(engine, "second", ["first"] * 2) == (0, 1)
-    errors = [line for line in lines if line.startswith("ERROR NWOR audit: stale_w")]
-    assert len(errors) == 2
-
-
 def test_accepted_hits_are_only_counted() -> None:
     engine = start("cow", AUDIT="raise", AUDIT_STALE="count")
     with nwor_log() as lines:
@@ -865,15 +806,6 @@ def test_accepted_hits_are_only_counted() -> None:
     assert before != right
     assert wrong != right
     assert engine.audit.findings.counts["stale_weights"] == 2
-
-
-def test_other_values_are_refused() -> None:
-    name = "VLLM_NWOR_AUDIT_STALE"
-    for value in ("find", "count", ""):
-        NworConfig.from_env({"VLLM_NWOR_AUDIT": "log", name: value})
-    with pytest.raises(NworConfigError, match=f"{name}.*'ignore'") as caught:
-        NworConfig.from_env({"VLLM_NWOR_AUDIT": "log", name: "ignore"})
-    assert all(word in str(caught.value) for word in ("find", "count"))
 
 
 # --- not the target's parameters ------------------------------------------------------

@@ -40,7 +40,7 @@ from tests.helpers.logs import nwor_log
 from tests.kernels.conftest import DEVICES
 from tests.kernels.reference import random_bytes
 from vllm_nwor import ops
-from vllm_nwor.audit import build, fingerprints, state, tables
+from vllm_nwor.audit import build, fingerprints, judge, state, tables
 from vllm_nwor.audit import findings as audit_findings
 from vllm_nwor.audit import observer as audit_observer
 from vllm_nwor.audit.findings import AuditError, Finding, Findings, Found, Writer
@@ -439,13 +439,13 @@ class World:
         digests, are appended to the list that this returns. Nothing is judged."""
         blocks = []
 
-        def judge(of, failed, found):
+        def take_in(of, failed, found):
             for rows in (of.computed, of.others):
-                for head, sums in audit_findings._rows(rows, max(self.num_layers, N)):
+                for head, sums in judge._rows(rows, max(self.num_layers, N)):
                     num = head[4] if head[5] == TAIL else self.num_layers
                     blocks.append((head, sums[: 8 * num]))
 
-        self.audit.outbox._judge = judge
+        self.audit.outbox.judge.take_in = take_in
         return blocks
 
     def digest(self, text, block, position, name, num_slots=0, kind=None):
@@ -1535,7 +1535,7 @@ def test_a_block_that_was_loaded_in_part_is_no_version_of_its_text():
     """The request goes on in it. Nor is the next one that begins there, from its own
     text, mistaken for it."""
     world = World(loads=Loads.UNKNOWN, num_digests=4)
-    (digests,) = world.audit.outbox.digests
+    (digests,) = world.audit.outbox.judge.digests
     world.fill(TEXT[:6])
     world.local = {"a": 0}
     assert world.runs("a", TEXT[:8], [1, 2], hit=6) == []
@@ -1617,7 +1617,7 @@ def test_a_load_that_is_reported_as_failed_is_no_finding(case):
     world.local = {"b": 0}
     outbox = world.audit.outbox
     world.found = lambda: outbox.take(outbox.num_sent, None, failed)
-    (digests,) = world.audit.outbox.digests
+    (digests,) = world.audit.outbox.judge.digests
     found = world.runs("b", TEXT[:12], [1, 2, 3], hit=8)
     assert fields(found.findings) == kinds
     assert (found.num_unverified, found.num_failed) == counts

@@ -77,6 +77,7 @@ MIB = "empty (32) or a whole number of MiB a step, at least 0"
         *(("VLLM_NWOR_SHADOW_BLOCKS", value, BLOCKS) for value in ("-1", "5%")),
         ("VLLM_NWOR_ON_REJECT", "nan", "restore, poison"),
         ("VLLM_NWOR_AUDIT", "on", "off, log, raise"),
+        ("VLLM_NWOR_AUDIT_STALE", "ignore", "find, count"),
         ("VLLM_NWOR_AUDIT_STORE", "mine", "auto, own, shared"),
         ("VLLM_NWOR_AUDIT_MIB", "1.5", MIB),
         ("VLLM_NWOR_AUDIT_MIB", "9" * 5000, MIB),

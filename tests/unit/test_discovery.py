@@ -296,22 +296,17 @@ def test_an_unexpected_error_is_a_refusal(place, text, monkeypatch):
         build(found, strictness=Strict.STARTUP)
 
 
-def test_a_runner_without_groups_is_a_refusal():
+@pytest.mark.parametrize("lacks", ["groups", "a kind of cache"])
+def test_a_vllm_that_is_not_as_expected_is_a_refusal(lacks, monkeypatch):
     found = runner({"a": layer()})
-    del found.kv_cache_config
+    if lacks == "groups":
+        del found.kv_cache_config
+    else:
+        monkeypatch.delattr(kv_cache_interface, "MambaSpec")
     manager, infos, _ = build(found)
     assert manager is None
-    ((group, *_, reason),) = infos
-    assert group == 0
-    assert reason.startswith("vLLM is not as expected: AttributeError: ")
-
-
-def test_a_kind_of_cache_that_vllm_no_longer_has_is_a_refusal(monkeypatch):
-    monkeypatch.delattr(kv_cache_interface, "MambaSpec")
-    manager, infos, _ = build(runner({"a": layer()}))
-    assert manager is None
-    ((_, _, resolved, reason),) = infos
-    assert resolved == "off"
+    ((group, _, resolved, reason),) = infos
+    assert (group, resolved) == (0, "off")
     assert reason.startswith("vLLM is not as expected: AttributeError: ")
 
 

@@ -339,6 +339,11 @@ def test_another_version_is_refused_before_it_is_read():
     assert "another version" in line
 
 
+@pytest.mark.parametrize("sent", [None, "", "%%%", 7, {"rows": []}, "bmV3bm9y", b""])
+def test_what_was_not_sent_by_us_is_refused(sent):
+    assert refusal(nwor=sent)[0] == "malformed"
+
+
 def test_another_secret_is_refused():
     result, line = refusal(secret=b"t" * 32)
     assert result == "signature"

@@ -3,7 +3,8 @@
 
 It is an observer of a model runner's steps (`observer`), built by `build` when the
 caches are bound. It never writes to vLLM's memory. `tables` has its tables, `state` the
-operations of a step on them, `requests` the seats of requests, `findings` the reports.
+operations of a step on them, `requests` the seats of requests, `outbox` what is on its
+way to the host, `judge` the loads of KV connectors, `findings` the reports.
 csrc/nwor/audit has the comparisons. `python -m vllm_nwor.audit --selftest` plants
 `faults` in a real engine (`bench`) and checks that they are found. `incident` keeps the
 last steps for a file that `explain` reads.

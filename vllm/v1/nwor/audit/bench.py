@@ -91,8 +91,9 @@ class Bench:
                 seed=0,
                 **defaults | arguments,
             )
-            # As with a KV connector with known transfers.
+            # As with a KV connector with known transfers, and a prefill instance.
             of: dict[str, Any] = {"_num_stored": lambda *_: 1}
+            of |= {"_no_handovers": lambda *_: "", "secret_in": lambda *_: b"secret"}
             of["_num_digests"] = lambda *_: 8 + 128 // self.block_size
             unknown = patch.multiple(build, **of)
             with nullcontext() if engine_args.kv_transfer_config else unknown:
@@ -136,15 +137,16 @@ class Bench:
         max_tokens: int,
         salt: str | None = None,
         adapter: Any = None,
+        transfer: dict[str, Any] | None = None,
     ) -> None:
-        """adapter: a LoRARequest."""
+        """adapter: a LoRARequest. transfer: kv_transfer_params."""
         from vllm import SamplingParams
 
         how = {"temperature": 0, "ignore_eos": True, "detokenize": False, "logprobs": 0}
-        params = SamplingParams(max_tokens=max_tokens, **how)
-        text = {"prompt_token_ids": list(tokens)} | (
-            {"cache_salt": salt} if salt else {}
-        )
+        extra = {"kv_transfer_params": transfer} if transfer else None
+        params = SamplingParams(max_tokens=max_tokens, extra_args=extra, **how)
+        more = {"cache_salt": salt} if salt else {}
+        text = {"prompt_token_ids": list(tokens)} | more
         self.added.append(name)
         self.llm.add_request(name, text, params, lora_request=adapter)
 

@@ -12,8 +12,9 @@ import torch
 
 from .. import ops
 from ..step import Transfer
-from .bench import Bench
+from .bench import Bench, prompt
 from .findings import Finding
+from .handover import GIVES, KEY, TAKES
 
 
 class Expected(NamedTuple):
@@ -163,10 +164,12 @@ def swapped_tables(bench: Bench) -> Sequence[int]:
     return (slot,)
 
 
-def _hit(bench: Bench, bend: Callable[[list[int]], int]) -> Sequence[int]:
+def _hit(
+    bench: Bench, bend: Callable[[list[int]], int], transfer: Any = None
+) -> Sequence[int]:
     """One step of a request that finds its prefix in the cache. `bend` mutates its
     blocks and returns the one whose first slot is concerned. The budget is one block:
-    what it finds is looked at up to four of them."""
+    what it finds is looked at up to four of them. transfer: as Bench.add."""
     bench.abort()
     slots: list[int] = []
     execute_model = bench.runner.execute_model
@@ -176,7 +179,7 @@ def _hit(bench: Bench, bend: Callable[[list[int]], int]) -> Sequence[int]:
             slots.append(bend(*request.block_ids) * bench.block_size)
         return execute_model(scheduled, *args, **kwargs)
 
-    bench.add_prompt("again", 1, 75, 4)
+    bench.add("again", prompt(1, 75), 4, transfer=transfer)
     with patch.object(bench.runner, "execute_model", bent), bench.blocks_a_step(1):
         bench.step()
     return slots
@@ -303,21 +306,31 @@ def idle_load(bench: Bench) -> Sequence[int]:
     return _hit(bench, loaded)
 
 
-def spoilt_load(bench: Bench) -> Sequence[int]:
+def spoilt_load(
+    bench: Bench, store: Any = ((0,),), transfer: Any = None
+) -> Sequence[int]:
     """A load brings what was stored, but for a byte of one layer."""
 
     def loaded(blocks: list[int]) -> int:
         for fills in (False, True):
-            bench.audit.on_transfer(Transfer([blocks[:1]], [[0]], fills))
+            bench.audit.on_transfer(Transfer([blocks[:1]], store, fills))
         bench.runs(1, blocks[0] * bench.block_size)[0][0] ^= 0xFF
         return blocks[0]
 
-    return _hit(bench, loaded)
+    return _hit(bench, loaded, transfer)
+
+
+def spoilt_handover(bench: Bench) -> Sequence[int]:
+    """A load brings what a prefill instance has sent, but for a byte of one layer."""
+    bench.abort()
+    bench.add("sent", prompt(1, 75), 4, transfer={GIVES: True})
+    bench.step()
+    (digests,) = bench.scheduler.nwor_given.values()
+    return spoilt_load(bench, None, {TAKES: True, KEY: digests})
 
 
 def wrong_load(bench: Bench) -> Sequence[int]:
     """A load from a store that is not followed brings another text's block."""
-
     source = bench.slot("two", 0)
 
     def loaded(blocks: list[int]) -> int:
@@ -358,6 +371,7 @@ FAULTS: dict[Callable[[Bench], Sequence[int]], Expected] = {
     early_store: Expected("handed_on", None, "one"),
     foreign_store: Expected("handed_on", None, "two"),
     spoilt_load: Expected("handed_on", 1, "one"),
+    spoilt_handover: Expected("not_as_sent", 1, None),
     idle_load: Expected("never_loaded", 0, "again"),
     wrong_load: Expected("other_text", None, "two"),
     # Last: what they change stays.

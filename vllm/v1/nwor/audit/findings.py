@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How findings are reported: the copy from the device, the log line, the JSON file, the
-exception.
+"""How findings are reported: the log line, the JSON file, the exception.
 
 Names of requests stay on the host: on the device a request is a *generation*, a number
 that no other request of the runner has had. A request that is resumed after a
@@ -9,49 +8,30 @@ preemption is a new generation, and so is one that uses an old one's name again.
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import torch
-
-from .. import ops
 from ..config import StaleMode
 from ..metrics import FINDINGS, HANDOVER, ON_HOST, STALE
 from ..ops import shared
-from ..step import NewRequest
-from .fingerprints import Fingerprints
-from .handover import Handovers
-from .loads import CUT, LOADED, Digests, Heads, Wrong, zeros_of
-from .requests import Handover, Identity, Requests
-from .states import States
-from .tables import MAX_KEPT, AuditedGroup, digest_rows
+from .requests import Identity, Requests
+from .tables import MAX_KEPT, AuditedGroup
 
 logger = logging.getLogger("vllm.v1.nwor")
-
-# For each group where findings go, and where digests go, if the group takes any.
-Places = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
-# These, where digests of recurrent states go, if any do, and when all are there: None
-# on the CPU.
-Slot = tuple[Places, torch.Tensor | None, torch.cuda.Event | None]
 
 CLASSES = tuple(FINDINGS)
 OF_STATES = CLASSES[CLASSES.index("stale_state") : -len(ON_HOST)]
 shared("FINDING_CLASSES", CLASSES[: -len(ON_HOST)])
 
-
-# Steps with findings in flight to the host, at most: vLLM has two steps in flight.
-NUM_SLOTS = 4
 # Lines logged a step.
 MAX_LINES = 16
 # Found in place of a text.
@@ -230,336 +210,6 @@ class Found:
     num_failed: int = 0
     handovers: Counter[str] = field(default_factory=Counter)
     given: dict[str, str] = field(default_factory=dict)
-
-
-class Filled(NamedTuple):
-    """The digests of a step, of a group by its place: of the blocks that requests have
-    filled, and others. Rows as BlockDigest of audit.h."""
-
-    place: int
-    step: int
-    computed: torch.Tensor
-    others: torch.Tensor
-
-
-class Judged(NamedTuple):
-    """What is loaded as a whole: a block of a group's layers, or its recurrent states
-    of a kind, `state`. layers: by their columns in a digest."""
-
-    group_id: int
-    block_size: int
-    layers: Sequence[str]
-    state: str | None = None
-
-
-# Findings about a load; none if it was reported as failed.
-OF_LOADS = ("handed_on", "never_loaded", "other_text", "not_as_sent")
-
-
-class Outbox:
-    """Findings in flight to the host. The host waits for a step's end only where it
-    reads that step's output.
-
-    groups: the audited ones. num_sent: calls of `sent` so far.
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[AuditedGroup],
-        requests: Requests,
-        fingerprints: Fingerprints,
-        states: States | None = None,
-        store_is_own: bool = False,
-        handovers: Handovers | None = None,
-    ) -> None:
-        """store_is_own: as Digests.is_own. handovers: None if there is no secret."""
-        self._groups, self._requests = groups, requests
-        self._fingerprints = fingerprints
-        self._states = states.layers if states else []
-        follows = states is not None and groups[0].shape.num_digests > 0
-        self._boundaries = states.boundaries if states and follows else []
-        table = groups[0].findings
-        size, is_pinned = (NUM_SLOTS, len(groups), *table.shape), table.is_cuda
-        tables = torch.zeros(size, dtype=table.dtype, pin_memory=is_pinned)
-        # For each step on its way, cpu and pinned on CUDA.
-        self._slots = itertools.cycle(
-            (
-                [*zip(of_step, map(_digests_to, groups), strict=True)],
-                torch.zeros(
-                    states.digests_shape, dtype=torch.int64, pin_memory=is_pinned
-                )
-                if states and self._boundaries
-                else None,
-                torch.cuda.Event() if is_pinned else None,
-            )
-            for of_step in tables
-        )
-        # By place: of the groups, then of recurrent states.
-        self.digests = [Digests(zeros_of(of), store_is_own) for of in groups]
-        self._judged = [
-            Judged(of.shape.group_id, of.shape.block_size, of.names) for of in groups
-        ]
-        for states_of in self._boundaries:
-            is_own = store_is_own and states_of.is_own
-            self.digests.append(Digests(states_of.zeros, is_own))
-            about = states_of.group_id, 1, states_of.layers, states_of.kind
-            self._judged.append(Judged(*about))
-        self._handovers = handovers
-        # What has arrived and was not judged yet.
-        self._filled: list[Filled] = []
-        # Blocks that a load has filled in part, and the request's generation: what it
-        # adds is no computation of the whole block.
-        self._partly: list[dict[int, int]] = [{} for _ in self._judged]
-        # Slots that the device counts as unverified, and that are not.
-        self.num_settled = 0
-        self._claimed: Slot | None = None
-        self._on_their_way: deque[Slot] = deque()
-        self.num_sent = 0
-        # Of each group findings and unverified slots, as last read: they only rise.
-        self._totals = [[0, 0] for _ in groups]
-        self._found = Found()
-        # An asynchronous output is read by a thread of its own.
-        self._lock = threading.Lock()
-
-    def claim(self) -> Slot:
-        """Where the ops of this step shall write. Then `sent`; if that is
-        not called, the next claim gives the same."""
-        with self._lock:
-            if len(self._on_their_way) == NUM_SLOTS:
-                self._arrive(waits=True)
-            self._claimed = self._claimed or next(self._slots)
-        return self._claimed
-
-    def sent(self) -> None:
-        """Call after the writes to the last claimed place have been enqueued."""
-        with self._lock:
-            slot, self._claimed = self._claimed, None
-            assert slot is not None
-            if slot[2] is not None:
-                slot[2].record()
-            self._on_their_way.append(slot)
-            self.num_sent += 1
-
-    def add_failed(self, num_slots: int) -> None:
-        """Of loads whose request was never seated, or begins without them."""
-        with self._lock:
-            self._found.num_failed += num_slots
-
-    def begin_handover(self, generation: int, new: NewRequest) -> Handover:
-        """A request that is new, or resumed."""
-        if self._handovers is None:
-            return Handover.NONE
-        with self._lock:
-            return self._handovers.begin(generation, new)
-
-    def end_handover(self, generation: int) -> None:
-        with self._lock:
-            assert self._handovers is not None
-            self._handovers.end(generation)
-
-    def _arrive(self, waits: bool) -> bool:
-        """Reads the oldest slot in flight. Returns whether it could."""
-        tables, of_states, arrival = self._on_their_way[0]
-        if arrival is not None and not arrival.query():
-            if not waits:
-                return False
-            arrival.synchronize()
-        self._on_their_way.popleft()
-        headers = [table[0].tolist() for table, _ in tables]
-        *_, fingerprint, step = headers[0]
-        if step > self._fingerprints.seen:
-            self._fingerprints.arrived(fingerprint, step)
-        found = self._found
-        found.num_steps += 1
-        groups = zip(self._groups, self._totals, tables, headers, strict=True)
-        for group, totals, (table, _), header in groups:
-            before, totals[:] = tuple(totals), header[:2]
-            count = totals[0] - before[0]
-            found.num_unverified += totals[1] - before[1]
-            found.num_lost += max(count - MAX_KEPT, 0)
-            if count:
-                # Threads of a GPU come in any order.
-                rows = sorted(table[1 : 1 + min(count, MAX_KEPT)].tolist())
-                about = group, self._requests, self._states
-                found.findings += [decode(row, *about) for row in rows]
-        for place, (_, digests) in enumerate(tables):
-            if digests is not None:
-                most = len(digests) // 2
-                num_computed, num_others, of_step = digests[0, :3].tolist()
-                computed = digests[1 : 1 + min(num_computed, most)].clone()
-                others = digests[1 + most :][:num_others].clone()
-                self._filled.append(Filled(place, of_step, computed, others))
-        if of_states is not None:
-            self._states_arrive(of_states, of_step)
-        return True
-
-    def _states_arrive(self, rows: torch.Tensor, step: int) -> None:
-        """rows: as digests_to of AuditStatesWrittenArgs, those of other steps, too."""
-        head = ops.DIGEST_COLUMNS
-        is_new = rows[..., head - 1] == step
-        if not is_new.any():
-            return
-        for place, of in enumerate(self._boundaries, len(self._groups)):
-            columns = [*range(head), *(head + column for column in of.columns)]
-            found = [
-                rows[n, is_new[n, :, of.group], of.group][:, columns] for n in (0, 1)
-            ]
-            found[1][:, 4] = len(of.columns)  # it counts states
-            self._filled.append(Filled(place, step, *found))
-
-    def take(
-        self,
-        through: int,
-        until: int | None = None,
-        failed: Collection[int] = (),
-    ) -> Found:
-        """What has come since the last call. through: waits for what was sent by then,
-        as num_sent counts, and never for a later step, which may not have begun. until:
-        leaves what was sent later where it is; None: takes all that is there. failed:
-        blocks whose load was reported as failed in these steps."""
-        with self._lock:
-            while waiting := len(self._on_their_way):
-                num_taken = self.num_sent - waiting
-                if until is not None and num_taken >= until:
-                    break
-                if not self._arrive(waits=num_taken < through):
-                    break
-            found, self._found = self._found, Found()
-            filled, self._filled = self._filled, []
-            for of_group in filled:
-                self._judge(of_group, failed, found)
-            if self._handovers is not None:
-                of = self._handovers
-                found.handovers, of.results = Counter(of.results), Counter()
-                ready, of.ready = of.ready, {}
-                named = ((self._requests.name_of(key), ready[key]) for key in ready)
-                found.given = {name: sent for name, sent in named if name}
-        if failed:
-            found.findings = [
-                finding
-                for finding in found.findings
-                if not (finding.kind in OF_LOADS and finding.block in failed)
-            ]
-        return found
-
-    def _judge(self, of: Filled, failed: Collection[int], found: Found) -> None:
-        """Judges the loads of a step, and keeps what was computed. A load that failed
-        is computed anew from its first failed block on, and what a step with one has
-        computed may rest on it."""
-        judged, digests = self._judged[of.place], self.digests[of.place]
-        num_layers = len(judged.layers)
-        others = list(_rows(of.others, num_layers))
-        loaded = [one for one in others if one[0][_KIND] == LOADED]
-        before = found.num_unverified
-        num_verified = num_failed = 0
-        # The first position that failed, by generation.
-        begins: dict[int, int] = {}
-        for (_, block, position, generation, *_), _ in loaded:
-            if block in failed:
-                known = begins.get(generation, position)
-                begins[generation] = min(known, position)
-        reported = {
-            finding.block
-            for finding in found.findings
-            if (finding.group, finding.state) == (judged.group_id, judged.state)
-            if finding.step == of.step and finding.kind in OF_LOADS
-        }
-        partly = self._partly[of.place]
-        handed = self._handed(of, begins)
-        for head, digest in loaded:
-            text, block, position, generation, num_slots, _, tokens, is_known = head
-            verdict: Wrong | bool = False
-            if position >= begins.get(generation, position + 1):
-                num_failed += num_slots
-            elif block in reported:
-                pass
-            elif num_slots < judged.block_size:
-                partly[block] = generation
-                verdict = handed.get((generation, block), False)
-                if verdict is False:
-                    continue
-            elif is_known:
-                verdict = digests.judge(text, tokens, digest, generation)
-                if verdict is False:
-                    verdict = handed.get((generation, block), False)
-                if verdict is False:
-                    continue
-            else:
-                continue
-            found.num_unverified -= num_slots
-            if verdict is True:
-                num_verified += num_slots
-            elif isinstance(verdict, Wrong):
-                found.findings.append(self._finding(judged, head, verdict, of.step))
-        for head, digest in _rows(of.computed, num_layers):
-            text, block, _, generation, *_, tokens, is_known = head
-            is_its_own = is_known and partly.pop(block, None) != generation
-            kept = digest if is_its_own and not begins else CUT
-            digests.commit(text, tokens, kept, generation)
-        found.num_verified += num_verified
-        found.num_failed += num_failed
-        self.num_settled += before - found.num_unverified
-
-    def _handed(
-        self, of: Filled, begins: Mapping[int, int]
-    ) -> dict[tuple[int, int], Wrong | bool]:
-        """As Handovers.arrived. begins: the first position that failed, by generation:
-        what lies behind is left out."""
-        if self._handovers is None or of.place >= len(self._groups):
-            return {}
-        rows = torch.cat([of.computed, of.others]).numpy()
-        heads = Heads(*rows[:, : ops.DIGEST_COLUMNS].T)
-        sums = rows[:, ops.DIGEST_COLUMNS :].view(np.uint64)
-        is_there = np.ones(len(rows), bool)
-        for generation, begin in begins.items():
-            is_there &= (heads.generation != generation) | (heads.position < begin)
-        return self._handovers.arrived(of.place, heads.of(is_there), sums[is_there])
-
-    def _finding(
-        self, of: Judged, head: Sequence[int], wrong: Wrong, step: int
-    ) -> Finding:
-        _, block, position, generation, *_ = head
-        name_of = self._requests.name_of
-        return Finding(
-            wrong.kind,
-            of.group_id,
-            of.layers[wrong.layer] if wrong.layer >= 0 else None,
-            wrong.num_layers,
-            block,
-            None if of.state else block * of.block_size + wrong.offset,
-            position + wrong.offset,
-            name_of(generation),
-            Writer(name_of(wrong.author), wrong.author, 0),
-            step,
-            f"{wrong.expected & (2**64 - 1):#x}",
-            f"{wrong.found & (2**64 - 1):#x}",
-            state=of.state,
-            column=0 if of.state else None,
-        )
-
-
-def _digests_to(group: AuditedGroup) -> torch.Tensor | None:
-    """Where digests of a step go: as `digests`, each with those of the layers, or of
-    the slots of a block."""
-    num_rows = digest_rows(group.shape)
-    if not num_rows:
-        return None
-    of_group = group.tensors["digests"]
-    num_sums = max(len(group.names), group.shape.block_size)
-    size = num_rows, of_group.shape[1] + num_sums
-    return torch.zeros(size, dtype=of_group.dtype, pin_memory=of_group.is_cuda)
-
-
-_KIND = Heads._fields.index("kind")
-
-
-def _rows(rows: torch.Tensor, num_layers: int) -> Iterator[tuple[list[int], bytes]]:
-    """The columns of BlockDigest, and the digest."""
-    heads = rows[:, : ops.DIGEST_COLUMNS].tolist()
-    data = rows[:, ops.DIGEST_COLUMNS :][:, :num_layers].contiguous().numpy().tobytes()
-    size = len(data) // max(len(heads), 1)
-    for number, head in enumerate(heads):
-        yield head, data[number * size : (number + 1) * size]
 
 
 class Findings:

@@ -31,10 +31,10 @@ from ..layout.caches import Loads
 from ..layout.tables import DeviceMemory
 from ..step import Acceptance, LoadedAdapters, NewRequest, Scheduled, Step, Transfer
 from ..step import Loads as StepLoads
-from .findings import Outbox
 from .fingerprints import Fingerprints
 from .handover import Handovers
 from .incident import Recorder
+from .outbox import Outbox
 from .requests import (
     NO_FEATURES,
     Handover,
@@ -133,7 +133,7 @@ class Audit:
         self.forget_cache()
         for group in self.groups:
             group.numbers.clear()
-        for digests in self.outbox.digests:
+        for digests in self.outbox.judge.digests:
             digests.is_own = False
         self._num_scanned = self._blocks_of(budget_bytes)
 
@@ -475,5 +475,5 @@ class Audit:
         names = ("findings", "unverified", "identities", "contents", "returned")
         headers = torch.stack([group.findings[0] for group in self.groups])
         found = dict(zip(names, headers.sum(dim=0).tolist(), strict=False))
-        found["unverified"] -= self.outbox.num_settled
+        found["unverified"] -= self.outbox.judge.num_settled
         return found
