@@ -78,8 +78,6 @@ def nwor(runs: Sequence[Run]) -> dict[str, Any]:
             "num_begins": len(begin),
             "begin_us_median": statistics.median(begin),
             "commit_us_median": statistics.median(commit),
-            "begin_us_mean": statistics.mean(begin),
-            "commit_us_mean": statistics.mean(commit),
             "begin_us_p95": numpy.percentile(begin, 95),
             "commit_us_p95": numpy.percentile(commit, 95),
             "step_us_median": statistics.median(steps),

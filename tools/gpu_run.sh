@@ -160,14 +160,18 @@ step_sanitizer() {
     echo "planted overrun: exit status $status (9: reported, as it must be)"
     [ $status = 9 ] || { tail -20 "$log"; failed=1; }
     local found=("planted=$status")
+    local -A process
+    for tool in "$@"; do # at the same time
+        timeout "${NWOR_SANITIZER_S:-400}" "${check[@]}" --tool "$tool" \
+            "${tests[@]}" -m sanitizer tests/kernels >"$WORK/$tool.log" 2>&1 &
+        process[$tool]=$!
+    done
     for tool in "$@"; do
-        local started=$SECONDS log=$WORK/$tool.log
-        timeout "${NWOR_SANITIZER_S:-240}" "${check[@]}" --tool "$tool" \
-            "${tests[@]}" -m sanitizer tests/kernels >"$log" 2>&1
+        wait "${process[$tool]}"
         status=$?
-        echo "$tool: exit status $status, $((SECONDS - started)) s"
-        grep -E "ERROR SUMMARY|passed|failed" "$log" | tail -3
-        [ $status = 0 ] || { tail -30 "$log"; failed=1; }
+        echo "$tool: exit status $status"
+        grep -E "ERROR SUMMARY|passed|failed" "$WORK/$tool.log" | tail -3
+        [ $status = 0 ] || { tail -30 "$WORK/$tool.log"; failed=1; }
         found+=("$tool=$status")
     done
     "$PYTHON" -m tests.gpu.results sanitizer "${found[@]}" || failed=1

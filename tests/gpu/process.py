@@ -394,13 +394,8 @@ def handover(role: str, spec: EngineSpec, models: Path, report: Report) -> None:
     from tests.e2e import test_nixl
 
     engine = Engine(spec, models, report)
-    step = engine.llm.step
-
-    def slowly() -> Any:  # a load takes seconds, and steps without rows microseconds
-        time.sleep(0.005)
-        return step()
-
-    engine.llm.step = slowly
+    # A load takes seconds, and steps without rows microseconds.
+    engine.llm.step = lambda step=engine.llm.step: time.sleep(0.005) or step()
     core = engine.llm.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
 

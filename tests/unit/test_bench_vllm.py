@@ -82,7 +82,7 @@ def engine(monkeypatch, tmp_path):
     processes = SimpleNamespace(run=run_off, DEVNULL=None)
     monkeypatch.setattr(bench_vllm, "subprocess", processes)
     monkeypatch.setattr(bench_vllm, "find_models", lambda options: None)
-    for module in (bench_vllm, host_profile, cells):
+    for module in (bench_vllm, cells):
         monkeypatch.setattr(module, "device_for", lambda options: "cpu")
         monkeypatch.setattr(module, "prepare_process", lambda options, on: None)
         monkeypatch.setattr(module, "Engine", lambda options, on: engine)
@@ -430,7 +430,7 @@ def test_host_profile_has_begin_and_commit_of_each_mode(engine, monkeypatch):
     assert line["host"].keys() == {"stage", "cow"}
     for times in line["host"].values():
         medians = {part: one["median_us"] for part, one in times.items()}
-        assert medians == {"begin": 20, "commit": 10, "both": 30}
+        assert medians == {"begin": 20, "commit": 10}
     assert set(line["step_us"].values()) == {500_000}
     unhooked, stage, cow = (line["device"][n] for n in ("unhooked", "stage", "cow"))
     assert (unhooked["theirs_us"], stage["theirs_us"]) == (104, 106)
@@ -454,7 +454,7 @@ def test_host_profile_has_begin_and_commit_of_each_mode(engine, monkeypatch):
     words = ["audit-v2-hybrid", "--rounds", "1", "--json", "a.jsonl", "--batches", "1"]
     assert host_profile.main(words) == 0
     audited = records.read("a", Path())[-1]["device"]
-    assert audited.keys() == {"unhooked", "audit", "audit-100"}
+    assert audited.keys() == {"unhooked", "audit"}
     assert audited["audit"]["ours"] == {"ScanSlots": one}
     assert (audited["audit"]["ours_us"], audited["audit"]["theirs_us"]) == (4, 105)
 

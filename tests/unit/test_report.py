@@ -64,16 +64,6 @@ def test_group_rows_are_sent_until_they_are_read(travels, audit):
     assert report.take_payload() is None
 
 
-def test_group_rows_that_are_never_read_are_sent_a_limited_number_of_times():
-    """As on tensor parallel ranks whose outputs are not read."""
-    report = Report(INFOS, None)
-
-    taken = [report.take_payload() for _ in range(MAX_UNREAD + 1)]
-
-    assert all(payload.read()[2] in (INFOS, []) for payload in taken[:-1])
-    assert taken[-1] is None
-
-
 def test_optional_fields_are_sent_once_with_counts_or_alone():
     """Two groups: every launch counts all windows, and its own bytes."""
     world, report = reporting(False, False)
@@ -112,6 +102,7 @@ def test_fallbacks_on_an_unread_output_are_sent_again():
 
 
 def test_fallbacks_that_are_never_read_are_sent_a_limited_number_of_times():
+    """As on tensor parallel ranks whose outputs are not read."""
     world, report = reporting(False)
     world.manager.fallbacks["over_capacity"] += 1
     taken = [report.take_payload() for _ in range(MAX_UNREAD + 1)]

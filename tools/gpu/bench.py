@@ -114,6 +114,14 @@ def most_pairs(engine: Engine, options: Options, seconds: float) -> int:
     return max(MIN_PAIRS, min(int(seconds / round_s), options.max_pairs))
 
 
+def start(options: Options, most: int) -> tuple[Engine, dict[str, Any]]:
+    """An engine for batches of up to `most`, and environment.describe."""
+    on = device_for(options)
+    prepare_process(options, on)
+    engine = Engine(Options(**vars(options) | {"batch_size": most}), on)
+    return engine, environment.describe(on, ROOT)
+
+
 def run_cell(cell: Cell, results: Path, seconds: float, batches: Sequence[int]) -> None:
     """Starts the cell's engine and measures each of these batch sizes."""
     argvs = {batch: cell.arguments(batch) for batch in batches}
@@ -123,12 +131,8 @@ def run_cell(cell: Cell, results: Path, seconds: float, batches: Sequence[int]) 
         true_off = bench_vllm.run_true_off(argvs[first])
     if true_off is not None and cell.true_off == 1:
         true_off["engine"]["kv_blocks"] = None
-    on = device_for(options[first])
-    prepare_process(options[first], on)
-    largest = Options(**vars(options[first]) | {"batch_size": max(cell.batches)})
-    engine = Engine(largest, on)
+    engine, about = start(options[first], max(cell.batches))
     bench_vllm.note(f"{cell.name}: started in {engine.start_s:.0f} s")
-    about = environment.describe(on, ROOT)
     for batch, asked in options.items():
         # The running engine serves the requests of these options.
         engine.options = asked

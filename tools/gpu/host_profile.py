@@ -11,9 +11,8 @@ that. Measures begin and commit of each step; the duration of an engine's step (
 of steps, each the median of its runs, which make the same batches); with what the cell
 is about each of our hooks, without vLLM's own part; and by torch's profiler the time of
 our kernels and of vLLM's, and what surrounds ours in one step: `--picture` draws that
-from the file. A server runs the last of the hooks (PrometheusStatLogger.record) in
-another process. In a tight loop all of it is several times faster: between two steps
-its code leaves the CPU's caches.
+from the file. A server runs the last hook, PrometheusStatLogger.record, in another
+process.
 
 Exit status: 0 done; 1 vLLM does not run; 2 a bad argument.
 """
@@ -34,15 +33,13 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import numpy  # noqa: E402
-from benchmarks import ab, environment, records, report  # noqa: E402
-from benchmarks.arguments import Options, parse, whole  # noqa: E402
+from benchmarks import ab, records, report  # noqa: E402
+from benchmarks.arguments import parse, whole  # noqa: E402
 from benchmarks.engine import Engine, EngineFailed  # noqa: E402
 from benchmarks.files import write_whole  # noqa: E402
-from benchmarks.settings import device_for, leave, prepare_process  # noqa: E402
+from benchmarks.settings import leave  # noqa: E402
 
 import bench_vllm  # noqa: E402
-
 from tools.gpu import bench  # noqa: E402
 
 # As the profiler names them, with their signature; the audit's kernels by their pass.
@@ -128,11 +125,6 @@ class Event(NamedTuple):
         return found and (found[2] or found[1])
 
 
-def tested(arms: Sequence[ab.Arm]) -> ab.Arm:
-    """What the cell is about; the baseline is the first."""
-    return next(arm for arm in arms if arm.name in ("stage", "audit"))
-
-
 def device_events(engine: Engine, arm: ab.Arm) -> tuple[list[Event], int]:
     """Those of one run, and its steps."""
     from torch.autograd import DeviceType
@@ -150,9 +142,8 @@ def device_events(engine: Engine, arm: ab.Arm) -> tuple[list[Event], int]:
 
 def around(events: Sequence[Event], anchor: str) -> list[Event]:
     """What runs around a middle one of the events of that name; times since its end."""
-    found = [event for event in events if event.name == anchor]
-    middle = found[len(found) // 2]
-    zero = middle.start_us + middle.us
+    ends = [event.start_us + event.us for event in events if event.name == anchor]
+    zero = ends[len(ends) // 2]
     return [
         event._replace(start_us=round(event.start_us - zero, 2), us=round(event.us, 2))
         for event in events
@@ -180,7 +171,7 @@ def device_times(engine: Engine, arms: Sequence[ab.Arm]) -> dict[str, Any]:
         for arm in arms:
             runs.setdefault(arm.name, []).append(device_events(engine, arm))
     # What precedes commit is in each arm's steps.
-    staged = runs[tested(arms).name][-1][0]
+    staged = runs[arms[-1].name][-1][0]
     befores = [
         one.name
         for one, next_ in itertools.pairwise(staged)
@@ -215,33 +206,20 @@ def device_times(engine: Engine, arms: Sequence[ab.Arm]) -> dict[str, Any]:
     return found
 
 
-def spread(microseconds: Sequence[float]) -> dict[str, float]:
-    """Median and 95th percentile, in microseconds, of one number a step."""
-    return {
-        "median_us": round(statistics.median(microseconds), 2),
-        "p95_us": round(numpy.percentile(microseconds, 95), 2),
-        "steps": len(microseconds),
-    }
-
-
 def profile(
     cell: bench.Cell, rounds: int, batches: Sequence[int], write: Callable[[Any], None]
 ) -> None:
     """Runs all arms `rounds` times with each batch size; writes a line for each."""
     options = {batch: parse(cell.arguments(batch)) for batch in batches}
-    first = options[batches[0]]
-    on = device_for(first)
-    prepare_process(first, on)
+    first, *_ = options.values()
     hooks = HookTimes()
     hooks.watch()
-    largest = Options(**vars(first) | {"batch_size": max(batches)})
-    engine = Engine(largest, on)
-    arms = bench_vllm.arms_of(first)
-    if not first.audits and not engine.rpc(
-        lambda worker: worker.model_runner.nwor_state.manager.shadow
-    ):
+    engine, about = bench.start(first, max(batches))
+    # The baseline, and what the cell is about last.
+    arms = bench_vllm.arms_of(first)[: 2 if first.audits else None]
+    state = engine.rpc(lambda worker: worker.model_runner.nwor_state)
+    if not first.audits and state.manager.shadow is None:
         raise EngineFailed(f"mode stage did not start: {engine.why_not()}")
-    about = environment.describe(on, ROOT)
     for batch, asked in options.items():
         engine.options = asked
         engine.prompts = engine.encode()
@@ -266,17 +244,16 @@ def host_times(
     # Microseconds of begin and of commit, one a step; seconds of the steps of each run.
     times: dict[str, list[list[float]]] = {arm.name: [[], []] for arm in arms}
     step_s: dict[str, list[list[float]]] = {arm.name: [] for arm in arms}
-    engine.run(tested(arms))
+    engine.run(arms[-1])
     for number in range(rounds):
         for arm in arms[:: 1 if number % 2 == 0 else -1]:
             step_s[arm.name].append(engine.run(arm).step_s)
             if arm.hooked and (timed := engine.run(arm, times=True).nwor):
                 times[arm.name][0] += timed.begin_us
                 times[arm.name][1] += timed.commit_us
-            print(f"{arm.name:10} of round {number + 1} done", flush=True)
     hooks.ns.clear()
     hooks.on = True
-    num_steps = sum(len(engine.run(tested(arms)).step_s) for _ in range(rounds))
+    num_steps = sum(len(engine.run(arms[-1]).step_s) for _ in range(rounds))
     hooks.on = False
     return {
         "hooks": hooks.result(num_steps),
@@ -286,12 +263,11 @@ def host_times(
         },
         "host": {
             kind: {
-                "begin": spread(begin),
-                "commit": spread(commit),
-                "both": spread(list(map(sum, zip(begin, commit, strict=True)))),
+                part: {"median_us": round(statistics.median(of), 2)}
+                for part, of in zip(("begin", "commit"), of_kind, strict=True)
             }
-            for kind, (begin, commit) in times.items()
-            if begin
+            for kind, of_kind in times.items()
+            if of_kind[0]
         },
     }
 
@@ -302,10 +278,10 @@ def drawn(line: Mapping[str, Any]) -> bytes:
 
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     axes = figure.subplots()
-    rows = list(line["device"])
-    for row, name in enumerate(rows):
-        for event, start, us in line["device"][name]["around"]:
-            is_ours = event in line["device"][name]["ours"]
+    rows = line["device"]
+    for row, of in enumerate(rows.values()):
+        for event, start, us in of["around"]:
+            is_ours = event in of["ours"]
             axes.barh(row, us, 0.6, start, color="#d55e00" if is_ours else "#9db7d1")
             if is_ours:
                 axes.text(start, row - 0.36, f"{event} {us:.1f}", fontsize=7)
@@ -328,24 +304,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batches", type=whole(1), nargs="+", default=[16], help=text)
     text = "draw this batch size's line of the file instead"
     parser.add_argument("--picture", type=Path, metavar="FILE", help=text)
-    arguments = parser.parse_args(argv)
-    cell = bench.BY_NAME[arguments.cell]
-    if arguments.picture:
-        lines = records.read(arguments.json.stem, arguments.json.parent)
-        wanted = {"cell": cell.name, "batch": arguments.batches[0]}
+    asked = parser.parse_args(argv)
+    cell = bench.BY_NAME[asked.cell]
+    if asked.picture:
+        lines = records.read(asked.json.stem, asked.json.parent)
+        wanted = {"cell": cell.name, "batch": asked.batches[0]}
         of = [line for line in lines if line["key"] | wanted == line["key"]]
         if not of:
-            parser.error(f"--picture: {arguments.json} has no line of {wanted}")
-        write_whole(arguments.picture, drawn(of[-1]))
+            parser.error(f"--picture: {asked.json} has no line of {wanted}")
+        write_whole(asked.picture, drawn(of[-1]))
         return 0
 
     def write(result: dict[str, Any]) -> None:
         print(report.rendered("host", [result]), flush=True)
-        records.append(arguments.json, result)
+        records.append(asked.json, result)
 
-    return bench.run_of(
-        cell, lambda: profile(cell, arguments.rounds, arguments.batches, write)
-    )
+    return bench.run_of(cell, lambda: profile(cell, asked.rounds, asked.batches, write))
 
 
 if __name__ == "__main__":
