@@ -227,6 +227,10 @@ struct AuditGroup {
   // sets both for the steps that take a fingerprint of them; num_words is 0 in others.
   const uint64_t* const* words;
   int64_t num_words;
+  // A cudaStream_t, and a cudaEvent_t to start it with: what only the audit waits for
+  // runs there, beside the drafter's model. nullptr: in the stream of the step.
+  void* beside;
+  void* forked;
 
   NWOR_HOST_DEVICE int64_t num_slots() const { return num_blocks * block_size; }
   NWOR_HOST_DEVICE BlockDigest* digest_at(int64_t row) const {

@@ -41,6 +41,8 @@ constexpr int kBlocksOf = std::is_same_v<Pass, ScanSlots> ? 2 : 1;
 constexpr int kMaxLayers = 512;
 // Thread blocks of a launch that walks slots, for each multiprocessor.
 constexpr int kBlocksForSlots = 8;
+// Of the multiprocessors, for slots beside the drafter's kernels: one block on each.
+constexpr int64_t kShareBeside = 4;
 constexpr uint32_t kSumUnroll = 8;
 // Of a warp, for a part of a state's sample.
 constexpr int kLanesOfPart = kWarpThreads / kSampleParts;
@@ -272,13 +274,35 @@ struct Gpu {
   const char* op;
   int device;
   void* stream;
+  bool is_beside = false;
+
+  // What runs beside waits for an event first, and may take its time.
+  Gpu beside(const AuditGroup& group) const {
+    if (group.beside == nullptr) {
+      return *this;
+    }
+    auto* const event = static_cast<cudaEvent_t>(group.forked);
+    auto* const to = static_cast<cudaStream_t>(group.beside);
+    cudaError_t error = cudaEventRecord(event, static_cast<cudaStream_t>(stream));
+    if (error == cudaSuccess) {
+      error = cudaStreamWaitEvent(to, event, 0);
+    }
+    NWOR_CHECK(error == cudaSuccess, op,
+               "the second stream cannot begin: ", cudaGetErrorString(error));
+    return {op, device, to, true};
+  }
 
   template <typename Pass>
   void run(const Pass& pass, int64_t num_teams) const {
     if (num_teams > 0) {
       void* arguments[] = {const_cast<Pass*>(&pass)};
-      launcher<Pass>.launch_early(op, device, grid_size(op, num_teams),
-                                  kThreadsOf<Pass>, stream, arguments);
+      const unsigned grid = grid_size(op, num_teams);
+      auto& kernel = launcher<Pass>;
+      if (is_beside) {
+        kernel.launch(op, device, grid, kThreadsOf<Pass>, stream, arguments);
+      } else {
+        kernel.launch_early(op, device, grid, kThreadsOf<Pass>, stream, arguments);
+      }
     }
   }
 
@@ -290,8 +314,9 @@ struct Gpu {
                op, "there are ", pass.num_parts, " tables of layers, the first of ",
                pass.layers.num_layers, "; must be one on CUDA, of at most ", kMaxLayers,
                " layers, without runs");
-    run(pass, std::min<int64_t>(num_slots,
-                                kBlocksForSlots * num_multiprocessors(op, device)));
+    const int64_t num_processors = num_multiprocessors(op, device);
+    run(pass, std::min(num_slots, is_beside ? num_processors / kShareBeside
+                                            : kBlocksForSlots * num_processors));
   }
   void run_scan(ScanSlots pass) const {
     // A batch has no more blocks than its requests may have; beyond a cache's own

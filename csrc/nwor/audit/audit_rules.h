@@ -1194,7 +1194,7 @@ struct Publish : AuditResolveArgs {
 // --- calls -----------------------------------------------------------------------
 
 // Device: run(pass, n): for n teams; run_slots(pass, n), run_scan(pass): for slots
-// whose bytes are read; check(args): whether it can.
+// whose bytes are read; check(args): whether it can; beside(group): as AuditGroup's.
 
 template <typename Device>
 void call(const Device& device, const AuditSeatArgs& args) {
@@ -1231,16 +1231,17 @@ void call(const Device& device, const AuditResolveArgs& args) {
   if (args.num_parts > 0) {
     device.run_slots(RecordRows(args), args.num_tokens);
   }
+  const Device beside = device.beside(args);
   for (int64_t i = 0; i < args.num_hits; ++i) {
-    scan(device, args, args.hits[i].row, args.num_hit_blocks);
+    scan(beside, args, args.hits[i].row, args.num_hit_blocks);
   }
-  scan(device, args, -1, args.num_scanned);
+  scan(beside, args, -1, args.num_scanned);
   if (args.max_digests > 0) {
     const int64_t num_filled = args.num_tokens / args.block_size + args.num_reqs;
-    device.run(TakeDigests{args},
+    beside.run(TakeDigests{args},
                num_filled + (args.num_hits > 0 ? args.max_digests : 0));
   }
-  device.run(Publish{args}, 1);
+  beside.run(Publish{args}, 1);
 }
 
 template <typename Device>

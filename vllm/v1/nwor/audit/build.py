@@ -250,7 +250,10 @@ def _build(
         if secret and caches.rank == 0 and not _no_handovers(limits, config):
             handovers = Handovers(groups, secret, caches.world_size)
         more = caches.adapters, states, _is_own(limits, config), handovers
-        return Audit(groups, *about, limits.is_async, *more)
+        audit = Audit(groups, *about, limits.is_async, *more)
+        if limits.drafts_by_model and limits.device.type == "cuda":
+            audit.run_beside()
+        return audit
 
     try:
         audit = audit_in(DeviceMemory(limits.device, storage))

@@ -119,6 +119,7 @@ class RunnerAudit(Observer):
     def _step_started(self, scheduled: Scheduled) -> None:
         """Logs the findings of earlier steps if this rank's outputs are not read.
         Findings of outputs that may still be read are reported when they are read."""
+        self.audit.join()  # a step that failed has no output
         if self.num_attached - self.last_read > MAX_IN_FLIGHT:
             self._take(0, until=self._sent[0])
         self.audit.begin_step(scheduled)
@@ -157,6 +158,7 @@ class RunnerAudit(Observer):
     @guarded
     def _output_ready(self) -> OutputRead:
         """Findings leave with the output, or keep it from leaving."""
+        self.audit.join()
         through = self.audit.outbox.num_sent
         self.num_attached += 1
         self._sent.append(through)

@@ -76,6 +76,9 @@ class Outbox:
         self._claimed: Slot | None = None
         self._on_their_way: deque[Slot] = deque()
         self.num_sent = 0
+        # Of the writes to a slot, if not the current one: until `join`.
+        self.stream: torch.cuda.Stream | None = None
+        self._unjoined: torch.cuda.Event | None = None
         # Of each group findings and unverified slots, as last read: they only rise.
         self._totals = [[0, 0] for _ in groups]
         self._found = Found()
@@ -97,9 +100,16 @@ class Outbox:
             slot, self._claimed = self._claimed, None
             assert slot is not None
             if slot[2] is not None:
-                slot[2].record()
+                slot[2].record(self.stream)
+                self._unjoined = slot[2] if self.stream else None
             self._on_their_way.append(slot)
             self.num_sent += 1
+
+    def join(self) -> None:
+        """The current stream waits for what was sent last."""
+        if (event := self._unjoined) is not None:
+            self._unjoined = None
+            event.wait()
 
     def add_failed(self, num_slots: int) -> None:
         """Of loads whose request was never seated, or begins without them."""

@@ -126,6 +126,19 @@ class Audit:
         total = sum(group.block_bytes for group in self.groups) or 1
         return max(budget_bytes // total, 1) if budget_bytes else 0
 
+    def run_beside(self) -> None:
+        """From now on what resolve only compares runs in a stream of its own, beside
+        what the step does after that, until `join`. On CUDA."""
+        beside, forked = torch.cuda.Stream(self.device), torch.cuda.Event()
+        forked.record()
+        self.outbox.stream = beside
+        for group in self.groups:
+            group.set_beside(beside, forked)
+
+    def join(self) -> None:
+        """Call at a step's end: what comes later may write to the caches."""
+        self.outbox.join()
+
     def restart(self, budget_bytes: int) -> None:
         """Restarts after steps that the audit did not see. No request may be running.
         budget_bytes: the new budget; 0 only if it was 0 from the start."""

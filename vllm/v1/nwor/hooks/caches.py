@@ -64,6 +64,8 @@ def limits(runner: Any) -> RunnerLimits:
         bytes_changed_by=connectors.bytes_changed_by(transfer, os.environ)
         if transfer
         else "",
+        drafts_by_model=speculative is not None
+        and bool(speculative.use_eagle() or speculative.uses_draft_model()),
     )
 
 

@@ -46,6 +46,7 @@ class RunnerLimits:
     sleeps: memory that is allocated when caches are bound loses its content in sleep.
     loads: of the KV connector. has_own_store: nobody else fills its store, which is
     empty at start. bytes_changed_by: what makes it bring other bytes than it stored.
+    drafts_by_model: drafting takes the device longer than a part of a step.
     """
 
     device: torch.device
@@ -63,6 +64,7 @@ class RunnerLimits:
     loads: Loads
     has_own_store: bool = False
     bytes_changed_by: str = ""
+    drafts_by_model: bool = False
 
 
 @dataclass(frozen=True)
