@@ -181,6 +181,8 @@ class World:
             about = 4, self.num_blocks, 7, memory
             of["states"] = States(self.state_groups, *about)
         self.audit = Audit(*args, self.loads, **of)
+        if self.is_v2 and self.device.type == "cuda":  # as with a drafter's model
+            self.audit.run_beside()
         self.requests, self.numbers, self.local = {}, {}, {}
         self.weights, self.loading = Weights(), {}
         self.loading_blocks: list[Any] = []

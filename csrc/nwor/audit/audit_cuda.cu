@@ -262,7 +262,9 @@ class Block {
 template <typename Pass>
 __global__ void __launch_bounds__(kThreadsOf<Pass>, kBlocksOf<Pass>)
     audit_kernel(const __grid_constant__ Pass pass) {
-  wait_for_stream(kIsFollowed<Pass>);
+  // By none of ours if that begins another stream.
+  const bool forks = std::is_same_v<Pass, CheckRequests> && pass.beside != nullptr;
+  wait_for_stream(kIsFollowed<Pass> && !forks);
   Block<kThreadsOf<Pass>> team;
   pass(team);
 }
@@ -296,13 +298,8 @@ struct Gpu {
   void run(const Pass& pass, int64_t num_teams) const {
     if (num_teams > 0) {
       void* arguments[] = {const_cast<Pass*>(&pass)};
-      const unsigned grid = grid_size(op, num_teams);
-      auto& kernel = launcher<Pass>;
-      if (is_beside) {
-        kernel.launch(op, device, grid, kThreadsOf<Pass>, stream, arguments);
-      } else {
-        kernel.launch_early(op, device, grid, kThreadsOf<Pass>, stream, arguments);
-      }
+      launcher<Pass>.launch(op, device, grid_size(op, num_teams), kThreadsOf<Pass>,
+                            stream, arguments, !is_beside);
     }
   }
 

@@ -1228,10 +1228,11 @@ void call(const Device& device, const AuditResolveArgs& args) {
     device.run(AdoptHit{args, args.hits[i]}, 1);
   }
   device.run(CheckRequests{args}, args.num_reqs);
-  if (args.num_parts > 0) {
-    device.run_slots(RecordRows(args), args.num_tokens);
-  }
+  // What follows reads caches and the audit's own tables, and block tables.
   const Device beside = device.beside(args);
+  if (args.num_parts > 0) {
+    beside.run_slots(RecordRows(args), args.num_tokens);
+  }
   for (int64_t i = 0; i < args.num_hits; ++i) {
     scan(beside, args, args.hits[i].row, args.num_hit_blocks);
   }

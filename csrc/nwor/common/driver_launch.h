@@ -60,10 +60,6 @@ Function* driver_function(const char* op, const char* name, std::atomic<void*>& 
 
 inline auto launch_function(const char* op) {
   static std::atomic<void*> known{nullptr};
-  return driver_function<decltype(cuLaunchKernel)>(op, "cuLaunchKernel", known);
-}
-inline auto early_launch_function(const char* op) {
-  static std::atomic<void*> known{nullptr};
   return driver_function<decltype(cuLaunchKernelEx)>(op, "cuLaunchKernelEx", known);
 }
 
@@ -77,8 +73,8 @@ constexpr bool kCanWaitForStream = [] {
   return false;
 }();
 
-// A kernel that is launched early, while earlier work in its stream ends, begins with
-// this, and waits for that here. is_followed: the next launch is one of ours, and may
+// Each kernel begins with this: it is launched early, while earlier work in its stream
+// ends, and waits for that here. is_followed: the next launch is one of ours, and may
 // be set up as soon as all blocks of this one run. What is not ours comes after the
 // whole grid, as after any kernel, also where it is launched early and does not wait.
 //
@@ -104,20 +100,13 @@ class DriverKernel {
   // One-time initialization, so that the first launch does not do it.
   void load(const char* op, int device) {
     launch_function(op);
-    early_launch_function(op);
     function(op, device);
   }
 
-  // Requires that `device` is the current one. `arguments` point to the kernel's.
+  // Requires that `device` is the current one, and that the kernel begins with
+  // wait_for_stream. `arguments` point to the kernel's.
   void launch(const char* op, int device, unsigned grid, unsigned block, void* stream,
-              void** arguments) {
-    check(op, launch_function(op)(function(op, device), grid, 1, 1, block, 1, 1, 0,
-                                  static_cast<CUstream>(stream), arguments, nullptr));
-  }
-
-  // As launch, for a kernel that begins with wait_for_stream.
-  void launch_early(const char* op, int device, unsigned grid, unsigned block,
-                    void* stream, void** arguments) {
+              void** arguments, bool is_early = true) {
     CUlaunchAttribute attribute{};
     attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
     attribute.value.programmaticStreamSerializationAllowed = 1;
@@ -129,9 +118,8 @@ class DriverKernel {
     config.hStream = static_cast<CUstream>(stream);
     config.attrs = &attribute;
     const int major = device_attribute<cudaDevAttrComputeCapabilityMajor>(op, device);
-    config.numAttrs = kCanWaitForStream && major >= 9 ? 1 : 0;
-    check(op,
-          early_launch_function(op)(&config, function(op, device), arguments, nullptr));
+    config.numAttrs = is_early && kCanWaitForStream && major >= 9 ? 1 : 0;
+    check(op, launch_function(op)(&config, function(op, device), arguments, nullptr));
   }
 
  private:

@@ -131,7 +131,7 @@ class Audit:
         what the step does after that, until `join`. On CUDA."""
         beside, forked = torch.cuda.Stream(self.device), torch.cuda.Event()
         forked.record()
-        self.outbox.stream = beside
+        self.outbox.stream, self._forked = beside, forked
         for group in self.groups:
             group.set_beside(beside, forked)
 
