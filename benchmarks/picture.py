@@ -127,7 +127,7 @@ def main() -> None:
     arguments |= {"num_gpu_blocks_override": 40, "max_model_len": 512, "block_size": 32}
     engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
     worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
-    manager = worker.model_runner.nwor_state.manager
+    manager = worker.model_runner.nwor_state.named("transaction").manager
     layers: Layers = []
     for layer in (layer for group in manager.groups for layer in group.layers):
         rows = layer.layout.runs.tolist()  # (place in a block, length) of each run

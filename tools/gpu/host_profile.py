@@ -151,21 +151,21 @@ def around(events: Sequence[Event], anchor: str) -> list[Event]:
     ]
 
 
-def busy_us(events: Sequence[Event], ours: bool) -> float:
-    """How long any of ours, or of vLLM's, was on the device: a kernel that is launched
-    early waits there for the one before."""
+def busy_us(events: Sequence[Event]) -> float:
+    """How long any of them was on the device."""
     end = total = 0.0
     for event in events:
-        if bool(event.ours) is ours:
-            stop = event.start_us + event.us
-            total += max(0.0, stop - max(end, event.start_us))
-            end = max(end, stop)
+        stop = event.start_us + event.us
+        total += max(0.0, stop - max(end, event.start_us))
+        end = max(end, stop)
     return total
 
 
 def device_times(engine: Engine, arms: Sequence[ab.Arm]) -> dict[str, Any]:
     """Of each arm: `ours`, of each of our kernels the median microseconds and launches
-    of a run; `ours_us` and `theirs_us`, busy_us of a mean step; `around`."""
+    of a run, the wait of a kernel that is launched early included; of a mean step
+    `theirs_us`, busy_us of vLLM's, and `alone_us`, that only ours were on the device;
+    `around`."""
     runs: dict[str, list[tuple[list[Event], int]]] = {}
     for _ in range(PROFILED_ROUNDS):
         for arm in arms:
@@ -181,10 +181,10 @@ def device_times(engine: Engine, arms: Sequence[ab.Arm]) -> dict[str, Any]:
     found = {}
     for name, of in runs.items():
         ours: dict[str, list[float]] = {}
-        mean_us: dict[bool, list[float]] = {True: [], False: []}
+        alone, theirs = [], []
         for events, num_steps in of:
-            for is_ours, means in mean_us.items():
-                means.append(busy_us(events, is_ours) / num_steps)
+            theirs.append(busy_us([e for e in events if not e.ours]) / num_steps)
+            alone.append(busy_us(events) / num_steps - theirs[-1])
             for event in events:
                 if event.ours:
                     ours.setdefault(event.ours, []).append(event.us)
@@ -196,8 +196,8 @@ def device_times(engine: Engine, arms: Sequence[ab.Arm]) -> dict[str, Any]:
                 }
                 for kernel, times in ours.items()
             },
-            "ours_us": round(statistics.median(mean_us[True]), 1),
-            "theirs_us": round(statistics.median(mean_us[False]), 1),
+            "alone_us": round(statistics.median(alone), 1),
+            "theirs_us": round(statistics.median(theirs), 1),
             "around": [
                 (e.ours or re.sub(r"^void |<.*|\(.*", "", e.name)[:48], *e[1:])
                 for e in around(of[-1][0], anchor)
@@ -217,8 +217,8 @@ def profile(
     engine, about = bench.start(first, max(batches))
     # The baseline, and what the cell is about last.
     arms = bench_vllm.arms_of(first)[: 2 if first.audits else None]
-    state = engine.rpc(lambda worker: worker.model_runner.nwor_state)
-    if not first.audits and state.manager.shadow is None:
+    resolved = {group["resolved"] for group in engine.report()["groups"]}
+    if not first.audits and "stage" not in resolved:
         raise EngineFailed(f"mode stage did not start: {engine.why_not()}")
     for batch, asked in options.items():
         engine.options = asked
