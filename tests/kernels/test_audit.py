@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
-from unittest.mock import Mock, patch
+from unittest.mock import Mock, call, patch
 
 import numpy as np
 import pytest
@@ -1887,6 +1887,26 @@ def test_an_output_waits_for_its_own_step_alone(monkeypatch):
     outputs[1].get_output()
     assert arrivals[1].synchronize.called
     assert findings.counts["changed"] > 0
+
+
+@pytest.mark.parametrize("ends", ["the output", "a transfer", "the next step"])
+def test_what_runs_beside_a_step_ends_with_it(monkeypatch, ends):
+    """What comes then may write to the caches, or to the audit's tables."""
+    world, arrival, beside = World(), Mock(), object()
+    outbox = world.audit.outbox
+    slot = *next(outbox._slots)[:2], arrival
+    monkeypatch.setattr(outbox, "_slots", iter([slot]))
+    monkeypatch.setattr(outbox, "stream", beside)
+    world.runs("a", TEXT[:6], [1, 2])
+    assert arrival.method_calls[0] == call.record(beside)
+    for _ in range(2):
+        if ends == "the output":
+            world.ends(LateOutput())
+        elif ends == "a transfer":
+            world.transfers([[1]])
+        else:
+            begins_next(world)
+    arrival.wait.assert_called_once_with()
 
 
 def test_an_output_that_was_read_is_not_kept():

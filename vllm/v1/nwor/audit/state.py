@@ -136,7 +136,7 @@ class Audit:
             group.set_beside(beside, forked)
 
     def join(self) -> None:
-        """Call at a step's end: what comes later may write to the caches."""
+        """Call before something writes to the caches, or to the tables."""
         self.outbox.join()
 
     def restart(self, budget_bytes: int) -> None:
@@ -310,6 +310,7 @@ class Audit:
         old content of filled blocks is kept, to check that the load changes it, unless
         another group wrote it."""
         blocks, places, fills = transfer
+        self.join()
         if self.recorder:
             self.recorder.transfer(transfer)
         if fills:
