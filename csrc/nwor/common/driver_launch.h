@@ -73,8 +73,8 @@ constexpr bool kCanWaitForStream = [] {
   return false;
 }();
 
-// Each kernel begins with this: it is launched early, while earlier work in its stream
-// ends, and waits for that here. is_followed: the next launch is one of ours, and may
+// A kernel that is launched early, while earlier work in its stream ends, begins with
+// this, and waits for that here. is_followed: the next launch is one of ours, and may
 // be set up as soon as all blocks of this one run. What is not ours comes after the
 // whole grid, as after any kernel, also where it is launched early and does not wait.
 //
@@ -103,10 +103,10 @@ class DriverKernel {
     function(op, device);
   }
 
-  // Requires that `device` is the current one, and that the kernel begins with
-  // wait_for_stream. `arguments` point to the kernel's.
+  // Requires that `device` is the current one. `arguments` point to the kernel's.
+  // is_early: it begins with wait_for_stream.
   void launch(const char* op, int device, unsigned grid, unsigned block, void* stream,
-              void** arguments, bool is_early = true) {
+              void** arguments, bool is_early = false) {
     CUlaunchAttribute attribute{};
     attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
     attribute.value.programmaticStreamSerializationAllowed = 1;
