@@ -82,7 +82,7 @@ class Pool:
     num_jobs = 6
     limit_s = 240.0
     # vLLM's wheel has FlashAttention 2 as PTX, which the driver compiles (5 minutes);
-    # kernels of recurrent layers are compiled by Triton.
+    # kernels of recurrent layers are compiled by Triton; real models have many layers.
     compiling_limit_s = 480.0
 
     def __init__(self, folder: Path) -> None:
@@ -117,7 +117,7 @@ class Pool:
         ):
             status: int | None = None
             with contextlib.suppress(subprocess.TimeoutExpired):
-                compiles = spec.flash == 2 or spec.hybrid
+                compiles = spec.flash == 2 or spec.hybrid or spec.real
                 limit = self.compiling_limit_s if compiles else self.limit_s
                 status = process.wait(limit)
             with contextlib.suppress(ProcessLookupError):  # no process is left
