@@ -119,7 +119,7 @@ class RunnerAudit(Observer):
     def _step_started(self, scheduled: Scheduled) -> None:
         """Logs the findings of earlier steps if this rank's outputs are not read.
         Findings of outputs that may still be read are reported when they are read."""
-        self.audit.join()  # a step that failed has no output
+        self.audit.outbox.join()  # a step that failed has no output
         if self.num_attached - self.last_read > MAX_IN_FLIGHT:
             self._take(0, until=self._sent[0])
         self.audit.begin_step(scheduled)
@@ -158,12 +158,13 @@ class RunnerAudit(Observer):
     @guarded
     def _output_ready(self) -> OutputRead:
         """Findings leave with the output, or keep it from leaving."""
-        self.audit.join()
+        self.audit.outbox.join()
         through = self.audit.outbox.num_sent
         self.num_attached += 1
         self._sent.append(through)
         return partial(self._output_read, self.num_attached, through)
 
+    @guarded
     def _output_read(
         self,
         number: int,
@@ -171,21 +172,15 @@ class RunnerAudit(Observer):
         payload: StepPayload | None,
         failed: Collection[int],
     ) -> StepPayload | None:
-        """Also reports after the audit has failed: its earlier findings still hold."""
-        self.last_read = number
-        return self._report(payload, through, failed)
-
-    @guarded
-    def _report(
-        self, payload: StepPayload | None, through: int, failed: Collection[int]
-    ) -> StepPayload | None:
-        """Logs a step's findings, and adds their counts to its payload. through,
-        failed: as Outbox.take; vLLM may have enqueued the next step by the time of the
-        read, and which of its loads failed is in its own output.
+        """Logs a step's findings, and adds their counts to its payload, also after the
+        audit has failed: its earlier findings still hold. through, failed: as
+        Outbox.take; vLLM may have enqueued the next step by the time of the read, and
+        which of its loads failed is in its own output.
 
         Raises:
             AuditError: under VLLM_NWOR_AUDIT=raise, if something was found.
         """
+        self.last_read = number
         until = None if self.audit.loads is Loads.NONE else through
         found, given = self._take(through, until, failed)
         if found and self._raises:

@@ -106,7 +106,8 @@ class Outbox:
             self.num_sent += 1
 
     def join(self) -> None:
-        """The current stream waits for what was sent last."""
+        """The current stream waits for what was sent last. Call at a step's end: what
+        comes later may write to the caches."""
         if (event := self._unjoined) is not None:
             self._unjoined = None
             event.wait()

@@ -33,8 +33,6 @@ MAX_FEATURES, FEATURE_COLUMNS = 64, 3
 shared("MAX_FEATURES", MAX_FEATURES)
 shared("FEATURE_COLUMNS", FEATURE_COLUMNS)
 NO_FEATURES = torch.empty(0, FEATURE_COLUMNS, dtype=torch.int64)
-
-
 shared("LOADS", Loads.__members__)
 
 

@@ -35,14 +35,7 @@ from .fingerprints import Fingerprints
 from .handover import Handovers
 from .incident import Recorder
 from .outbox import Outbox
-from .requests import (
-    NO_FEATURES,
-    Handover,
-    Identity,
-    Request,
-    Requests,
-    features_of,
-)
+from .requests import NO_FEATURES, Handover, Identity, Request, Requests, features_of
 from .states import States
 from .tables import FILLED, GIVEN, STORED, AuditedGroup
 
@@ -51,11 +44,8 @@ NOBODY = 0
 # Bytes of a hit that are compared when it is taken over, in budgets of a step.
 HIT_BUDGETS = 4
 
-
 # As RunnerCaches.text_of.
 TextOf = Callable[[int, int], torch.Tensor]
-
-
 # For each audited group, the new owners (generations) of blocks.
 Owners = list[dict[int, int]]
 
@@ -128,16 +118,12 @@ class Audit:
 
     def run_beside(self) -> None:
         """From now on what resolve only compares runs in a stream of its own, beside
-        what the step does after that, until `join`. On CUDA."""
+        what the step does after that, until Outbox.join. On CUDA."""
         beside, forked = torch.cuda.Stream(self.device), torch.cuda.Event()
         forked.record()
         self.outbox.stream, self._forked = beside, forked
         for group in self.groups:
             group.set_beside(beside, forked)
-
-    def join(self) -> None:
-        """Call before something writes to the caches, or to the tables."""
-        self.outbox.join()
 
     def restart(self, budget_bytes: int) -> None:
         """Restarts after steps that the audit did not see. No request may be running.
@@ -310,7 +296,7 @@ class Audit:
         old content of filled blocks is kept, to check that the load changes it, unless
         another group wrote it."""
         blocks, places, fills = transfer
-        self.join()
+        self.outbox.join()
         if self.recorder:
             self.recorder.transfer(transfer)
         if fills:

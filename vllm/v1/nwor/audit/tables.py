@@ -22,7 +22,6 @@ from .requests import FEATURE_COLUMNS, MAX_FEATURES
 GIVEN, FILLED, STORED = range(3)
 ops.shared("BLOCK_EVENTS", ("GIVEN", "FILLED", "STORED"))
 
-
 # Findings of a step, and of those in memory and in the file: kept ones.
 MAX_KEPT = 256
 
