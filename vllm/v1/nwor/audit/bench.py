@@ -150,13 +150,10 @@ class Bench:
         self.added.append(name)
         self.llm.add_request(name, text, params, lora_request=adapter)
 
-    def add_prompt(self, name: str, seed: int, length: int, max_tokens: int) -> None:
-        self.add(name, prompt(seed, length), max_tokens)
-
     def start(self) -> None:
         """Two requests, each with two full blocks and more, a few steps old."""
-        self.add_prompt("one", 1, 75, 40)
-        self.add_prompt("two", 2, 70, 40)
+        self.add("one", prompt(1, 75), 40)
+        self.add("two", prompt(2, 70), 40)
         self.step(4)
 
     def step(self, count: int = 1) -> None:

@@ -42,20 +42,12 @@ WINDOW = 64
 NO_START = "the engine does not start"
 # What the model of an engine is instead of MODEL, and arguments of the engine.
 # In float32, logprobs of a text that was decoded and of one that was prefilled agree.
-BUDGET = {
-    "dtype": "float32",
-    "max_num_batched_tokens": 256,
-    "max_model_len": 352,
-}
+BUDGET = {"dtype": "float32", "max_num_batched_tokens": 256, "max_model_len": 352}
 WITHOUT_DRAFTS = {"speculative_config": None}  # they take 10 s to compile
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "base": ({}, BUDGET),
-    "adapter": (
-        {},
-        BUDGET
-        | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-        | WITHOUT_DRAFTS,
-    ),
+    "adapter": ({}, BUDGET | WITHOUT_DRAFTS | LORA),
     "sliding": (
         {
             "architectures": ["MistralForCausalLM"],
@@ -145,9 +137,13 @@ def judge(case: Case, found: Report, truth: Report) -> Mapping[str, Verdict]:
     freed = Verdict(State.OK)
     if found.unfreed:
         freed = Verdict(State.BREACH, f"{found.unfreed} blocks are not free")
-    verdicts = {"survives": Verdict(State.OK), "outputs": outputs}
-    verdicts |= {"exercised": _exercised(found), "bytes": loaded, "blocks": freed}
-    return verdicts
+    return {
+        "survives": Verdict(State.OK),
+        "outputs": outputs,
+        "exercised": _exercised(found),
+        "bytes": loaded,
+        "blocks": freed,
+    }
 
 
 def _seen(verdict: Verdict) -> Verdict:
@@ -322,8 +318,7 @@ def results(
         verdicts = judge(case, found, truth)
         if truth.died:
             text = f"without a connector: {truth.died}"
-            nothing = Verdict(State.NOT_EXERCISED, text)
-            verdicts = dict.fromkeys(verdicts, nothing)
+            verdicts = dict.fromkeys(verdicts, Verdict(State.NOT_EXERCISED, text))
         yield Result(name, case.about, conclude(case, verdicts), verdicts, found)
 
 

@@ -49,11 +49,18 @@ class Case:
         return " ".join((self.play.__doc__ or "").split())
 
 
+def _evicted_text(bench: Bench, length: int, count: int = 8, **how: Any) -> list[int]:
+    """Plays a text as request "first"; then the local prefix cache loses it. count,
+    how: as Bench.ask."""
+    text = bench.text(1, length)
+    bench.ask("first", text, count, **how)
+    bench.evict()
+    return text
+
+
 def store_load(bench: Bench) -> None:
     """A text comes again when the local prefix cache has lost it."""
-    text = bench.text(1, 100)
-    bench.ask("first", text)
-    bench.evict()
+    text = _evicted_text(bench, 100)
     bench.ask("again", text)
     bench.must_load("again")
 
@@ -61,9 +68,7 @@ def store_load(bench: Bench) -> None:
 def evicted(bench: Bench) -> None:
     """Of a text that was evicted, another request has brought the first block back: the
     rest is loaded behind it."""
-    text = bench.text(1, 150)
-    bench.ask("first", text)
-    bench.evict()
+    text = _evicted_text(bench, 150)
     bench.ask("head", text[: bench.block_size + 8])
     bench.ask("again", text)
     bench.must_load("again")
@@ -83,9 +88,7 @@ def longer_local(bench: Bench) -> None:
 
 def partial_tail(bench: Bench) -> None:
     """A text that ends within a block comes again, with two other continuations."""
-    text = bench.text(1, 80)
-    bench.ask("first", text)
-    bench.evict()
+    text = _evicted_text(bench, 80)
     for number, name in enumerate(("again", "other"), 2):
         bench.ask(name, text + bench.text(number, 9))
         bench.must_load(name)
@@ -94,9 +97,7 @@ def partial_tail(bench: Bench) -> None:
 
 def chunked_prompt(bench: Bench) -> None:
     """A prompt that takes more than one step is stored and loaded as a whole."""
-    text = bench.text(1, 300)
-    bench.ask("first", text)
-    bench.evict()
+    text = _evicted_text(bench, 300)
     bench.ask("again", text)
     bench.must_load("again", beyond=256)
 
@@ -130,9 +131,7 @@ def preemption(bench: Bench) -> None:
 
 def abort_loading(bench: Bench) -> None:
     """A request is aborted while its load is under way; others come meanwhile."""
-    text = bench.text(1, 100)
-    bench.ask("first", text)
-    bench.evict()
+    text = _evicted_text(bench, 100)
     bench.is_held = True
     bench.add("doomed", text, 8)
     bench.begin("doomed")
@@ -149,9 +148,7 @@ def abort_loading(bench: Bench) -> None:
 
 def one_prefix(bench: Bench) -> None:
     """Two requests that share a prefix come in one step, and both need it."""
-    text = bench.text(1, 100)
-    bench.ask("first", text)
-    bench.evict()
+    text = _evicted_text(bench, 100)
     for number, name in enumerate(("left", "right"), 2):
         bench.add(name, text + bench.text(number, 9), 8)
     bench.run()
@@ -161,9 +158,7 @@ def one_prefix(bench: Bench) -> None:
 
 def cache_salt(bench: Bench) -> None:
     """A text of one tenant (cache_salt) is loaded for that tenant alone."""
-    text = bench.text(1, 100)
-    bench.ask("first", text, salt="one")
-    bench.evict()
+    text = _evicted_text(bench, 100, salt="one")
     bench.ask("other", text, salt="two")
     bench.must_not_load("other")
     bench.evict()
@@ -191,9 +186,7 @@ def lora_adapter(bench: Bench) -> None:
 def sliding_window(bench: Bench) -> None:
     """A model whose layers see 64 tokens back: vLLM frees the blocks before these while
     the request runs."""
-    text = bench.text(1, 150)
-    bench.ask("first", text, 40)
-    bench.evict()
+    text = _evicted_text(bench, 150, 40)
     bench.ask("again", text, 40)
     bench.must_load("again")
 
@@ -201,9 +194,7 @@ def sliding_window(bench: Bench) -> None:
 def failed_load(bench: Bench) -> None:
     """What the scheduler was promised is gone when the worker loads it: the files in
     {folder} are removed in between. The connector has to report the blocks."""
-    text = bench.text(1, 100)
-    bench.ask("first", text)
-    bench.evict()
+    text = _evicted_text(bench, 100)
     num_files, num_failed = [], bench.num_failed
     bench.on_load = lambda *_: num_files.append(bench.drop_files())
     bench.ask("again", text)
@@ -217,9 +208,7 @@ def failed_load(bench: Bench) -> None:
 
 
 def _planted(bench: Bench, planted: Callable[[Any, Any], Any]) -> None:
-    text = bench.text(1, 100)
-    bench.ask("first", text)
-    bench.evict()
+    text = _evicted_text(bench, 100)
     with bench.bent_loads(planted) as bent:
         bench.ask("again", text)
     bench.must_load("again")

@@ -254,7 +254,7 @@ def _first_step(bench: Bench, length: int, layers: slice) -> Sequence[int]:
     """One step of a request, which `layers` do not write."""
     modules = bench.runner.compilation_config.static_forward_context
     bench.abort()
-    bench.add_prompt("late", 3, length, 20)
+    bench.add("late", prompt(3, length), 20)
     with ExitStack() as stack:
         for layer in bench.layers[layers]:
             impl = modules[layer.name].impl

@@ -265,22 +265,19 @@ def unwritten_head(bench: StateBench) -> Sequence[int]:
     return _unwritten(bench, 0, TEMPORAL, (1,))
 
 
-def _first_block(bench: StateBench, metadata: Any, name: str) -> int:
-    return int(metadata.non_spec_state_indices_tensor[bench.row(name)])
-
-
 def _marked(bench: StateBench, num_steps: int, has_state: bool) -> Sequence[int]:
     """A step of a new request, after `num_steps` others, in which the metadata says
     that it has a state, or that it has none."""
     blocks: list[int] = []
     bench.abort()
-    bench.add_prompt("late", 3, 200, 20)
+    bench.add("late", prompt(3, 200), 20)
     bench.step(num_steps)
 
     def act(metadata: list[Any], forward: Callable[[], Any]) -> Any:
+        row = bench.row("late")
         for one in metadata:
             one.has_initial_state.fill_(has_state)
-            blocks.append(_first_block(bench, one, "late"))
+            blocks.append(int(one.non_spec_state_indices_tensor[row]))
         return forward()
 
     bench.acts(act)
