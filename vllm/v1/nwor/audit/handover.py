@@ -272,10 +272,7 @@ class Taken:
         return found
 
 
-_RESULTS: dict[Wrong | bool, Result] = {
-    True: Result.VERIFIED,
-    False: Result.PARTIAL,
-}
+_RESULTS: dict[Wrong | bool, Result] = {True: Result.VERIFIED, False: Result.PARTIAL}
 
 
 class Handovers:

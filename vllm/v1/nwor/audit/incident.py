@@ -173,7 +173,7 @@ class Recorder:
         self._watch_signal()
 
     def _watch_signal(self) -> None:
-        reason, previous = "", signal.getsignal(signal.SIGUSR2)
+        previous = signal.getsignal(signal.SIGUSR2)
         if threading.current_thread() is not threading.main_thread():
             reason = "; not on SIGUSR2: this is not the main thread of its process"
         elif previous is None:
@@ -259,8 +259,7 @@ class Recorder:
         )
 
     def _end(self, record: StepRecord, name: str, why: str) -> None:
-        table = self._tables.pop(name, None)
-        if table is not None:
+        if (table := self._tables.pop(name, None)) is not None:
             table.until, table.why = record.step - 1, why
             record.ended.append(table)
             self._keep(record, 2 * sum(map(len, table.blocks)))
@@ -279,8 +278,7 @@ class Recorder:
         with self._lock:
             blocks = [numbers(ids) for ids in transfer.block_ids]
             record = self._steps[-1]
-            of_step = [*record.transfers, Transfer(transfer.fills, blocks)]
-            record.transfers = of_step
+            record.transfers = [*record.transfers, Transfer(transfer.fills, blocks)]
             self._keep(record, sum(map(len, blocks)))
 
     @guarded
@@ -342,8 +340,8 @@ def read(path: Path) -> tuple[Incident, Report]:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     try:
         found = msgspec.json.decode(content)
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            said = found.get("format") if isinstance(found, dict) else None
+        said = found.get("format") if isinstance(found, dict) else None
+        if said != FORMAT:
             raise ValueError(
                 f"{path} is not a file of VLLM_NWOR_AUDIT_INCIDENT that this version "
                 f"reads: its format is {said!r}; must be {FORMAT!r}"

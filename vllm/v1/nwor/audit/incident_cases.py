@@ -207,18 +207,14 @@ class Case(NamedTuple):
         one = self.finding
         what = f"slot {one.slot}" if one.slot is not None else f"column {one.column}"
         where = f"block {one.block} (KV-cache group {one.group}), {what}"
-        layer = f"layer {one.layer} ({one.num_layers} in all)" if one.layer else ""
-        more = f"{self.num_more} more findings of this class in this block"
-        return "; ".join(
-            part
-            for part in (
-                f"Where: {where}, position {one.position}",
-                layer or "no layer in particular",
-                f"expected {one.expected}, found {one.found}",
-                more if self.num_more else "",
-            )
-            if part
-        )
+        layer = "no layer in particular"
+        if one.layer:
+            layer = f"layer {one.layer} ({one.num_layers} in all)"
+        parts = [f"Where: {where}, position {one.position}", layer]
+        parts.append(f"expected {one.expected}, found {one.found}")
+        if self.num_more:
+            parts.append(f"{self.num_more} more findings of this class in this block")
+        return "; ".join(parts)
 
     def _who(self) -> list[str]:
         one, writer = self.finding, self.finding.writer
@@ -235,9 +231,8 @@ class Case(NamedTuple):
             text = f"{owner} reads it, and {who} wrote it last, in {when}"
         found = [f"Who: {text}."]
         if weights := one.weights:
-            written, present = map(
-                weights_text, (weights["written"], weights["present"])
-            )
+            written = weights_text(weights["written"])
+            present = weights_text(weights["present"])
             found.append(f"Weights: it has {written}, and the request {present}.")
         return found
 
@@ -254,16 +249,12 @@ class Case(NamedTuple):
 
     def between(self) -> list[Event]:
         """What happened from the last write to the finding."""
-        one, events = self.finding, self.history.events
-        writes = [
-            event
-            for event in events
-            if (event.step, event.request) == (one.writer.step, one.writer.request)
-        ]
+        writer = self.finding.writer
         return [
             event
-            for event in events
-            if one.writer.step <= event.step <= one.step and event not in writes
+            for event in self.history.events
+            if writer.step <= event.step <= self.finding.step
+            and (event.step, event.request) != (writer.step, writer.request)
         ]
 
     def _between(self) -> list[str]:
@@ -271,10 +262,9 @@ class Case(NamedTuple):
         text = "; ".join(events) or (
             "no other request, prefix hit, preemption, load, copy or change of weights"
         )
-        first = self.history.first
-        is_cut = self.finding.writer.step < first
-        known = f" (loads, copies and weights are known from step {first} on)"
-        about = known if is_cut else ""
+        first, about = self.history.first, ""
+        if self.finding.writer.step < first:
+            about = f" (loads, copies and weights are known from step {first} on)"
         return [f"Since the last write{about}: {text}."]
 
     def _conclusion(self) -> str:
