@@ -49,8 +49,6 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 class Bench:
-    """One engine, its audit, and access to its caches by request and position."""
-
     block_size = 32
 
     def __init__(self, model: dict[str, Any] | str = MODEL, **arguments: Any) -> None:

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from .connector_bench import FOLDER, Request, WrongArgument, find_connector
 from .connector_bench import ConnectorBench as Bench
@@ -231,11 +232,8 @@ def late_load(bench: Bench) -> None:
         while late and bench.scheduler.running:
             bench.put(*late.pop())
 
-    bench.step = and_put  # type: ignore[method-assign]
-    try:
+    with patch.object(bench, "step", and_put):
         _planted(bench, bend)
-    finally:
-        del bench.step
 
 
 def empty_load(bench: Bench) -> None:

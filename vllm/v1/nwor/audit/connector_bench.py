@@ -107,9 +107,8 @@ class ConnectorBench(Bench):
         self.folder, self.connector = Path(folder), None
         if request.connector:
             fields, self.connector = find_connector(request.connector)
-            config = json.dumps(request.config).replace(
-                FOLDER, json.dumps(folder)[1:-1]
-            )
+            in_json = json.dumps(folder)[1:-1]
+            config = json.dumps(request.config).replace(FOLDER, in_json)
             fields["kv_connector_extra_config"] = json.loads(config)
             fields["kv_load_failure_policy"] = "recompute"
             arguments["kv_transfer_config"] = fields
@@ -143,10 +142,8 @@ class ConnectorBench(Bench):
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         scheduler, self.worker = self.scheduler.connector, get_kv_transfer_group()
-        matched, allocated = (
-            scheduler.get_num_new_matched_tokens,
-            scheduler.update_state_after_alloc,
-        )
+        matched = scheduler.get_num_new_matched_tokens
+        allocated = scheduler.update_state_after_alloc
         start, wait = self.worker.start_load_kv, self.worker.wait_for_layer_load
         errors = self.worker.get_block_ids_with_load_errors
 

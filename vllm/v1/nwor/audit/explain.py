@@ -17,13 +17,12 @@ from .incident_page import page
 def head(path: Path, incident: Incident, report: Report) -> list[str]:
     engine, steps = incident.engine, incident.steps
     span = f"steps {steps[0].step} to {steps[-1].step}" if steps else "no steps"
-    connector = engine.connector or "none"
     return [
         f"{path}: {report.num_findings} findings; written {incident.written} "
         f"({incident.why})",
         f"vLLM {report.vllm}, vllm-nwor {report.nwor}, torch {report.torch}; mode "
         f"{engine.mode}, audit {report.audit}; model {engine.model}; KV connector "
-        f"{connector}",
+        f"{engine.connector or 'none'}",
         f"It has {span}; the audit has looked at {report.steps} in all. The first "
         "finding is the one to look at; later ones often follow from it.",
     ]

@@ -207,10 +207,6 @@ def scribbled_hit(bench: Bench) -> Sequence[int]:
     return slots
 
 
-def _change(parameter: torch.Tensor) -> None:
-    parameter.data.add_(0.25)
-
-
 def _stale_hit(bench: Bench, changes: Callable[[], Any]) -> Sequence[int]:
     """A request finds its prefix in the cache, after `changes` to the weights."""
     changes()
@@ -221,7 +217,8 @@ def refit(bench: Bench) -> Sequence[int]:
     """An RPC copies into a parameter, and the prefix cache is kept."""
 
     def receive(worker: Any) -> None:
-        _change(next(worker.model_runner.get_model().parameters()))
+        parameter = next(worker.model_runner.get_model().parameters())
+        parameter.data.add_(0.25)
 
     return _stale_hit(bench, lambda: bench.llm.collective_rpc(receive))
 
@@ -240,7 +237,7 @@ def back_and_forth(bench: Bench) -> Sequence[int]:
     before = parameter.data.clone()
 
     def change(worker: Any) -> None:
-        _change(parameter)
+        parameter.data.add_(0.25)
 
     def undo(worker: Any) -> None:
         parameter.data.copy_(before)

@@ -301,13 +301,12 @@ class Findings:
 
     def _write(self) -> None:
         """The file holds all of the last findings, or what it held before."""
-        path = self._path
-        if path is None:
+        if self._path is None:
             return
         try:
-            write_whole(path, json.dumps(self._content(), indent=1).encode())
+            write_whole(self._path, json.dumps(self._content(), indent=1).encode())
         except OSError as error:
-            logger.error("NWOR audit: %s could not be written: %s", path, error)
+            logger.error("NWOR audit: %s could not be written: %s", self._path, error)
 
     def _content(self) -> dict[str, Any]:
         return {

@@ -95,9 +95,8 @@ class Refused(ValueError):
 
 def mix(words: Array, indices: Array) -> Array:
     """As word_at of audit_rules.h."""
-    value = words + (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(
-        0x9E3779B97F4A7C15
-    )
+    number = indices.astype(np.uint64) + np.uint64(1)
+    value = words + number * np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
@@ -254,7 +253,7 @@ class Taken:
             differs = column_sums(here, digests) != columns
             num_layers = int(np.count_nonzero(differs))
             layer = int(differs.argmax()) if num_layers else -1
-        for i, row in zip(mine, range(len(mine)), strict=True):
+        for row, i in enumerate(mine):
             if is_loaded[i]:
                 values = int(rows[here[row]]), int(of_rows[row])
                 wrong = Wrong("not_as_sent", layer, num_layers, *values)

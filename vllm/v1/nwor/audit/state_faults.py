@@ -91,20 +91,24 @@ class StateBench(Bench):
         kinds = [(name, of) for name, of, _ in self.states.layers]
         return self.states.caches[kinds.index((self.names[layer], kind))]
 
-    def acts(self, act: Callable[[list[Any], Callable[[], Any]], Any]) -> None:
-        """One step. act: called in place of the forward, with it and vLLM's metadata of
-        the layers."""
+    def acts(
+        self, act: Callable[[list[int], list[Any], Callable[[], Any]], Any]
+    ) -> list[int]:
+        """One step. act: called in place of the forward, with it, vLLM's metadata of
+        the layers, and a list for blocks, which is returned."""
         from vllm.forward_context import get_forward_context
 
+        blocks: list[int] = []
         forward = self.runner._model_forward
 
         def acting(*args: Any, **kwargs: Any) -> Any:
             metadata = get_forward_context().attn_metadata
             of_layers = [metadata[name] for name in self.names]
-            return act(of_layers, partial(forward, *args, **kwargs))
+            return act(blocks, of_layers, partial(forward, *args, **kwargs))
 
         with patch.object(self.runner, "_model_forward", acting):
             self.step()
+        return blocks
 
     def read_block(self, metadata: Any, name: str, kind: str) -> int:
         """That a window is to read of a layer."""
@@ -160,30 +164,26 @@ def _before(
 ) -> Sequence[int]:
     """Calls change(metadata, block) before a forward: of a layer, and the block that
     request "one" is to read. Returns that block."""
-    blocks: list[int] = []
 
-    def act(metadata: list[Any], forward: Callable[[], Any]) -> Any:
+    def act(blocks: list[int], metadata: list[Any], forward: Callable[[], Any]) -> Any:
         blocks.append(bench.read_block(metadata[layer], "one", kind))
         change(metadata[layer], blocks[0])
         return forward()
 
-    bench.acts(act)
-    return blocks
+    return bench.acts(act)
 
 
 def wrong_column(bench: StateBench) -> Sequence[int]:
     """The layers go on from the state of another draft than the last accepted one."""
-    blocks: list[int] = []
 
-    def act(metadata: list[Any], forward: Callable[[], Any]) -> Any:
+    def act(blocks: list[int], metadata: list[Any], forward: Callable[[], Any]) -> Any:
         row = bench.row("one")
         for one in metadata:
             one.num_accepted_tokens[row] = 1
             blocks.append(int(one.spec_state_indices_tensor[row, 0]))
         return forward()
 
-    bench.acts(act)
-    return blocks
+    return bench.acts(act)
 
 
 def wrong_row(bench: StateBench) -> Sequence[int]:
@@ -240,10 +240,9 @@ def shifted_buffer(bench: StateBench) -> Sequence[int]:
 
 def _unwritten(bench: StateBench, layer: int, kind: str, part: Any) -> Sequence[int]:
     """A forward after which that part of the blocks of request "one" is as before."""
-    blocks: list[int] = []
     cache = bench.cache(layer, kind)
 
-    def act(metadata: list[Any], forward: Callable[[], Any]) -> Any:
+    def act(blocks: list[int], metadata: list[Any], forward: Callable[[], Any]) -> Any:
         table = metadata[layer].spec_state_indices_tensor
         blocks.extend(table[bench.row("one")].tolist())
         before = cache[blocks].clone()
@@ -251,8 +250,7 @@ def _unwritten(bench: StateBench, layer: int, kind: str, part: Any) -> Sequence[
         cache[(blocks, *part)] = before[(slice(None), *part)]
         return result
 
-    bench.acts(act)
-    return blocks
+    return bench.acts(act)
 
 
 def unwritten_buffer(bench: StateBench) -> Sequence[int]:
@@ -268,20 +266,18 @@ def unwritten_head(bench: StateBench) -> Sequence[int]:
 def _marked(bench: StateBench, num_steps: int, has_state: bool) -> Sequence[int]:
     """A step of a new request, after `num_steps` others, in which the metadata says
     that it has a state, or that it has none."""
-    blocks: list[int] = []
     bench.abort()
     bench.add("late", prompt(3, 200), 20)
     bench.step(num_steps)
 
-    def act(metadata: list[Any], forward: Callable[[], Any]) -> Any:
+    def act(blocks: list[int], metadata: list[Any], forward: Callable[[], Any]) -> Any:
         row = bench.row("late")
         for one in metadata:
             one.has_initial_state.fill_(has_state)
             blocks.append(int(one.non_spec_state_indices_tensor[row]))
         return forward()
 
-    bench.acts(act)
-    return blocks
+    return bench.acts(act)
 
 
 def early_state(bench: StateBench) -> Sequence[int]:

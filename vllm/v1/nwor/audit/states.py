@@ -53,9 +53,8 @@ def word_offsets(state: StateCache) -> tuple[int, list[int]]:
     for part in range(ops.SAMPLE_PARTS):
         # Spread over heads, rows and columns.
         head = part * num_heads // ops.SAMPLE_PARTS
-        row, sector = (part * 37 + 11) % num_rows, (part * 5 + 1) % num_sectors
-        if is_ring:
-            row = 0
+        row = 0 if is_ring else (part * 37 + 11) % num_rows
+        sector = (part * 5 + 1) % num_sectors
         first = head * strides[1] + row * strides[2] + sector * SECTOR_BYTES
         offsets += range(first, first + SECTOR_BYTES, 8)
     return 8, offsets
@@ -199,10 +198,14 @@ class States:
     ) -> None:
         """groups: rings are last. Raises StatesRefused."""
         found = [
-            (n, group, one) for n, group in enumerate(groups) for one in group.states
+            (number, group, in_group, one)
+            for number, group in enumerate(groups)
+            for in_group, one in enumerate(group.states)
         ]
         self.group_ids = [group.group_id for group in groups]
-        self.layers = [(one.name, str(one.kind), of.group_id) for _, of, one in found]
+        self.layers = [
+            (one.name, str(one.kind), of.group_id) for _, of, _, one in found
+        ]
         self.caches = [one.tensor for *_, one in found]
         windows = {one.window for *_, one in found if one.window} or {0}
         recurrent = [group for group in groups if not group.is_ring]
@@ -222,13 +225,7 @@ class States:
             if not is_fine:
                 raise StatesRefused(f"there are {what}")
         assert all(group.is_ring for group in groups[len(recurrent) :])
-        rows = torch.tensor(
-            [
-                row_of(one, number, in_group)
-                for number, group in enumerate(groups)
-                for in_group, one in enumerate(group.states)
-            ]
-        )
+        rows = torch.tensor([row_of(one, n, place) for n, _, place, one in found])
         max_in_group = max(len(group.states) for group in groups)
         max_columns = 1 + num_drafts
         num_records = num_blocks if any(sizes_of_blocks) else 0
