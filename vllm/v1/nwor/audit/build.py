@@ -117,8 +117,7 @@ def build(
     if incident:
         of_engine = Engine(config.mode.value, caches.model, caches.connector)
         sizes = [group.block_size for group in caches.groups]
-        about_file = incident, of_engine, sizes, observer.findings.content
-        audit.recorder = Recorder(*about_file)
+        audit.recorder = Recorder(incident, of_engine, sizes, observer.findings.content)
     return observer
 
 

@@ -67,11 +67,9 @@ class Judge:
         self._judged = [
             Judged(of.shape.group_id, of.shape.block_size, of.names) for of in groups
         ]
-        for states_of in boundaries:
-            is_own = store_is_own and states_of.is_own
-            self.digests.append(Digests(states_of.zeros, is_own))
-            about = states_of.group_id, 1, states_of.layers, states_of.kind
-            self._judged.append(Judged(*about))
+        for one in boundaries:
+            self.digests.append(Digests(one.zeros, store_is_own and one.is_own))
+            self._judged.append(Judged(one.group_id, 1, one.layers, one.kind))
         self._handovers = handovers
         # Blocks that a load has filled in part, and the request's generation: what it
         # adds is no computation of the whole block.

@@ -68,8 +68,7 @@ class Outbox:
             )
             for of_step in tables
         )
-        about = groups, requests, self._boundaries, store_is_own
-        self.judge = Judge(*about, handovers)
+        self.judge = Judge(groups, requests, self._boundaries, store_is_own, handovers)
         self._handovers = handovers
         # What has arrived and was not judged yet.
         self._filled: list[Filled] = []

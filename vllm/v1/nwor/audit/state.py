@@ -177,9 +177,8 @@ class Audit:
         weights = scheduled.weights()
         self.requests.name_weights(weights)
         for new in scheduled.new_requests():
-            source = new.num_computed, new.is_known
             identity = Identity(new.adapter, new.cache_salt, weights)
-            about = *source, identity, features_of(new)
+            about = new.num_computed, new.is_known, identity, features_of(new)
             request = self._add(owners, new.request_id, new.block_ids, *about)
             self._hand_over(request, new)
         for running in scheduled.running_requests():
@@ -370,8 +369,7 @@ class Audit:
             return
         for request, delta in self.requests.identify():
             for group in self.groups if request.seat is not None else ():
-                about = request.seat, delta, num_tokens
-                self._ops.audit_reseed(group.tables, *about)
+                self._ops.audit_reseed(group.tables, request.seat, delta, num_tokens)
 
     def _rows(self, group: AuditedGroup, step: Step) -> tuple[Any, ...]:
         return (
