@@ -123,9 +123,8 @@ def conformance(args: Any, is_quiet: bool) -> int:
             if not console.is_terminal:
                 console.print(escape(f"... {text}"), highlight=False)
 
-        for result in run(
-            args.connector, args.config, args.model, names, say, is_quiet
-        ):
+        about = args.connector, args.config, args.model
+        for result in run(*about, names, say, is_quiet):
             results.append(result)
             progress.advance(task)
     console.print(_table(results))

@@ -51,12 +51,6 @@ CUT = b""
 # In the place of a block's tokens and who computed it.
 AMBIGUOUS = (0, 0)
 
-UNKNOWN_TEXT = (
-    "NWOR audit: loads: a block of an unknown text was computed, and may be in the KV "
-    "connector's store: loads with other bytes than this engine computed are counted "
-    "as unverified from now on"
-)
-
 _MASK = (1 << 64) - 1
 
 # DigestKind of audit.h.
@@ -123,12 +117,15 @@ class Digests:
         is not known, or not right."""
         if not text:
             if self.is_own:
-                logger.info(UNKNOWN_TEXT)
+                logger.info(
+                    "NWOR audit: loads: a block of an unknown text was computed, and "
+                    "may be in the KV connector's store: loads with other bytes than "
+                    "this engine computed are counted as unverified from now on"
+                )
             self.is_own = False
             return
         if self._add(text, digest) and digest is not CUT:
-            mine = tokens, generation
-            before = self._computed.setdefault(digest, mine)
+            before = self._computed.setdefault(digest, (tokens, generation))
             if before[0] != tokens:
                 self._computed[digest] = AMBIGUOUS
 

@@ -86,10 +86,10 @@ class Request:
 
     num_found: tokens that were computed when it came. loads: whether a KV connector may
     have brought some of them. features: as features_of; with None its identity is not
-    looked at. seat: None until it is in a batch, and
-    while another has it. was_seated: its text is chained on the device. is_preempted:
-    nothing is computed for it any more; when it is resumed it is another one. given: as
-    it came, if it gives its blocks away.
+    looked at. seat: None until it is in a batch, and while another has it. was_seated:
+    its text is chained on the device. is_preempted: nothing is computed for it any
+    more; when it is resumed it is another one. given: as it came, if it gives its
+    blocks away.
     """
 
     generation: int

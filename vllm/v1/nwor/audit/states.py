@@ -281,11 +281,9 @@ class States:
         """What these blocks hold is not known: a KV connector fills them. What they
         held is kept, to check that the load changes it."""
         if len(self.records) and blocks:
-            numbers = torch.tensor(blocks)
-            if self.records.is_cuda:
-                numbers = numbers.pin_memory().to(
-                    self.records.device, non_blocking=True
-                )
+            numbers, device = torch.tensor(blocks), self.records.device
+            if device.type == "cuda":
+                numbers = numbers.pin_memory().to(device, non_blocking=True)
             self.records.view(torch.int32)[:, OPAQUE].index_fill_(0, numbers, LOADED)
 
     def forget_all(self) -> None:

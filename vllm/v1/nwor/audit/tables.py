@@ -117,18 +117,16 @@ class AuditedGroup:
         self.layers = tuple(layers)
         self.parts = copy_tables(layers, memory) if compares_bytes else ()
         self.names = [name for part in self.parts for name in part.names]
+        shapes = _shapes(shape, len(self.names), num_seats, max_tokens)
         self.tensors = {
             name: memory.take(sizes, dtype).zero_()
-            for name, (sizes, dtype) in _shapes(
-                shape, len(self.names), num_seats, max_tokens
-            ).items()
+            for name, (sizes, dtype) in shapes.items()
         }
         self.records, self.contents = self.tensors["records"], self.tensors["contents"]
         self.findings = self.tensors["findings"]
         self.tables = self._tables(num_seats, max_tokens)
-        self.block_bytes = shape.block_size * sum(
-            layer.layout.slot_bytes for layer in layers
-        )
+        slot_bytes = sum(layer.layout.slot_bytes for layer in layers)
+        self.block_bytes = shape.block_size * slot_bytes
 
     def _tables(self, num_seats: int, max_tokens: int) -> torch.Tensor:
         """An AuditGroup, and an AuditPart for each table of layers; int64, cpu."""
