@@ -105,8 +105,8 @@ class Outbox:
             self.num_sent += 1
 
     def join(self) -> None:
-        """The current stream waits for what was sent last. Call at a step's end: what
-        comes later may write to the caches."""
+        """The current stream waits for what was sent last. Call before something may
+        write to the caches, or to the tables: at a step's end, before a transfer."""
         if (event := self._unjoined) is not None:
             self._unjoined = None
             event.wait()
