@@ -296,7 +296,6 @@ class Audit:
         another group wrote it."""
         blocks, places, fills = transfer
         self.outbox.join()
-        self.outbox.join()
         if self.recorder:
             self.recorder.transfer(transfer)
         if fills:
