@@ -25,11 +25,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
 )
 
 from tests.helpers.engine import BLOCK_SIZE, Engine, Request
-from tests.helpers.host_offloading import CONNECTOR, HostSpec
 from tests.helpers.slow_folder import SlowFolder
 from tests.integration.test_audit import found
 from tests.integration.test_byte_oracle import EVERYTHING, prompt
-from vllm_nwor.audit.loads import MAX_OF_TEXT
 
 NUM_BLOCKS = 3
 LENGTH = NUM_BLOCKS * BLOCK_SIZE + 5
@@ -103,18 +101,6 @@ class World:
     @property
     def layers(self) -> list[str]:
         return self.engine.audit.audit.groups[0].names
-
-    def forget(self, text: int) -> None:
-        """As if the audit had begun behind the computation of that text."""
-        audit = self.engine.audit.audit
-        (digests,) = audit.outbox.judge.digests
-        for digest, (_, generation) in list(digests._computed.items()):
-            name = audit.requests.name_of(generation) or ""
-            if name.rpartition("-")[0] == f"text{text}":
-                del digests._computed[digest]
-                for key, known in list(digests._texts.items()):
-                    if digest in known:
-                        del digests._texts[key]
 
     def found(self) -> list[Any]:
         findings = found(self.engine)
@@ -209,32 +195,6 @@ def test_files_of_two_texts_are_swapped(world: World) -> None:
     assert writers == owners[::-1]
     assert {finding.layer for finding in findings} == {None}
     assert [f.position for f in findings] == 2 * positions()
-
-
-def test_a_swapped_text_is_found_before_its_own_is_known(world: World) -> None:
-    """As with a store of an earlier life: the text that is asked for was never computed
-    here, only the one that comes in its place."""
-    one, other = world.store(2)
-    of_one, of_other = world.folders()
-    world.forget(one)
-    swap(of_one, of_other)
-    assert world.ask(one) == {"other_text": NUM_BLOCKS}
-    # Neither was, and both get the same block.
-    world.forget(other)
-    shutil.copytree(of_one, of_other, dirs_exist_ok=True)
-    assert world.ask(one) == {"unverified": SLOTS}
-    world.found()
-    assert world.ask(other) == {"other_text": NUM_BLOCKS}
-    assert [finding.position for finding in world.found()] == positions()
-
-
-def test_one_layers_files_are_swapped(world: World) -> None:
-    texts = world.store(2)
-    (one, other) = (files(folder)[1] for folder in world.folders())
-    swap(one, other)
-    assert world.ask(*texts) == {"handed_on": 2 * NUM_BLOCKS}
-    expected = [(f"text{t}", one.stem, 1, p) for t in texts for p in positions()]
-    assert places(world.found()) == expected
 
 
 # --- faults of the connector ----------------------------------------------------------
@@ -441,20 +401,6 @@ def test_a_load_that_writes_nothing_and_says_so(
 # --- which texts are known ------------------------------------------------------------
 
 
-def test_a_text_with_too_many_versions_stays_unverified(world: World) -> None:
-    """Each computation of it came out differently."""
-    (text,) = world.store(1)
-    (digests,) = world.engine.audit.audit.outbox.judge.digests
-    for key, known in list(digests._texts.items()):
-        for version in range(MAX_OF_TEXT):
-            digests.commit(key, version, bytes([version]) * len(known[0]), 1)
-    (stored,) = world.folders()
-    edit(files(stored)[0], lambda tensor: tensor[0].zero_())
-    expected = {"verified": SLOTS - BLOCK_SIZE, "unverified": BLOCK_SIZE}
-    assert world.ask(text) == expected
-    assert world.found() == []
-
-
 def test_beyond_the_budget_loads_stay_unverified(world: World) -> None:
     (text,) = world.store(1)
     audit = world.engine.audit.audit
@@ -659,25 +605,4 @@ def test_a_file_that_is_cut_ends_the_engine_without_a_finding(tmp_path: Path) ->
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(SafetensorError):
         world.ask(text)
-    assert world.found() == []
-
-
-def test_each_connector_of_several_is_followed(tmp_path: Path) -> None:
-    """vLLM takes a load from the first that has something: what the
-    OffloadingConnector lost comes from the folder."""
-    inner = [CONNECTOR, folder(tmp_path)]
-    more = {"connectors": inner}
-    world = World(
-        tmp_path,
-        kv_connector="MultiConnector",
-        kv_connector_extra_config=more,
-    )
-    (text,) = world.store(1)
-    before = HostSpec.last.num_loaded
-    assert world.ask(text) == {"verified": SLOTS}
-    assert HostSpec.last.num_loaded - before == NUM_BLOCKS
-    world.engine.llm.reset_prefix_cache(reset_connector=True)
-    before = HostSpec.last.num_loaded
-    assert world.ask(text) == {"verified": SLOTS}
-    assert HostSpec.last.num_loaded == before
     assert world.found() == []
