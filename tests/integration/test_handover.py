@@ -246,19 +246,6 @@ def test_swapped_blocks(world):
     assert {(one.layer, one.num_layers) for one in findings} == {(world.layer(0), 4)}
 
 
-def test_stale_text(world):
-    """The blocks were overwritten by another prompt's before they were loaded."""
-    text, other = next(seeds), next(seeds)
-    params, of_other = world.given(text), world.given(other)
-    for to, file in zip(world.files(params), world.files(of_other), strict=True):
-        to.write_bytes(file.read_bytes())
-    rise = world.taken(text, params)
-    assert rise == {"not_as_sent": NUM_BLOCKS + 1, "handover_wrong": 1}
-    assert [one.position for one in world.found()] == [
-        number * BLOCK_SIZE for number in range(NUM_BLOCKS + 1)
-    ]
-
-
 def test_a_load_that_was_reported_as_failed_is_no_finding(world):
     text = next(seeds)
     params = world.given(text)
@@ -284,21 +271,6 @@ def test_a_proxy_that_leaves_the_key_out(asynchronous):
     rise = world.taken(text, params)
     assert rise == {"unverified": LENGTH - 1, "handover_missing": 1}
     assert world.found() == []
-
-
-@pytest.mark.parametrize("salt", ["another", None])
-def test_another_salt(asynchronous, salt):
-    text = next(seeds)
-    params = asynchronous.given(text, salt="one")
-    rise = asynchronous.taken(text, params, salt=salt)
-    assert rise == {"unverified": LENGTH - 1, "handover_request": 1}
-    assert asynchronous.taken(text, params, salt="one") == ALL
-
-
-def test_a_decode_instance_with_another_data_type(tmp_path):
-    world, text = World(tmp_path, dtype="float32"), next(seeds)
-    rise = world.taken(text, world.given(text))
-    assert rise == {"unverified": LENGTH - 1, "handover_format": 1}
 
 
 def test_without_a_secret_nothing_is_sent_and_nothing_used(asynchronous):
