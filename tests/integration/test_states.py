@@ -239,32 +239,6 @@ def test_after_a_wrong_read_a_buffer_is_unknown(
     assert len(findings) > 20
 
 
-def test_a_prompt_that_is_not_written_is_named(
-    engine: Engine, mended: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To blocks of which nothing is known, as vLLM issue 53051 does."""
-    engine.audit.audit.states.last_tokens.fill_(-1)
-    cache = caches(engine, 1)[1].normal_()
-
-    def act(at: int, forward: Any) -> Any:
-        metadata = of_layers(get_forward_context().attn_metadata)[1]
-        blocks = metadata.non_spec_state_indices_tensor
-        before = cache.clone()
-        result = forward()
-        if at == 1:
-            cache[blocks.long()] = before[blocks.long()]
-        return result
-
-    steps = replace_forward(engine, monkeypatch, act)
-    result = play(engine, no_drafts, {one.name: one.prompt for one in REQUESTS})
-    findings = found(engine)
-    prompts = set(map(request_name, result.steps[0].scheduled))
-    assert {request_name(one.owner) for one in findings} == prompts
-    assert len(prompts) > 1
-    whats = {(one.kind, one.state, one.layer, one.step) for one in findings}
-    assert whats == {("state_not_written", "temporal", LAYERS[1], steps[0])}
-
-
 def test_prompts_in_a_graph_of_decodes_are_named(
     engine: Engine, mended: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

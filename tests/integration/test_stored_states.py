@@ -23,7 +23,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.worker import mamba_utils
 
 from tests.helpers.engine import Engine, Request, Result, prompt
 from tests.helpers.host_offloading import CONNECTOR, HostSpec
@@ -390,22 +389,6 @@ def test_a_wrong_load_is_named(
         assert request_name(one.owner) == "r0"
         assert kind != "other_text" or one.writer.request is not None
     assert rise == {kind: len(states), "verified": num_right}
-
-
-def test_a_copy_of_what_was_loaded_that_is_left_out_is_named(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (text,) = world.store()
-    context = mamba_utils.MambaSpecDecodeGPUContext
-    monkeypatch.setattr(context, "run_fused_precopy", lambda *_, **__: None)
-    monkeypatch.setattr(mamba_utils, "do_mamba_copy_block", lambda buffers: None)
-    world.ask(text, num_loaded=5)
-    findings = [one for one in world.found() if one.position == NUM_SLOTS]
-    assert {(one.kind, one.state, one.num_layers) for one in findings} == {
-        ("changed_state", "conv", 3),
-        ("changed_state", "temporal", 3),
-    }
-    assert not {one.block for one in findings} & {*world.blocks.values()}
 
 
 # --- what is not known ----------------------------------------------------------------
