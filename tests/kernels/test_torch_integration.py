@@ -40,36 +40,6 @@ def test_opcheck(device, name):
     torch.library.opcheck(op, tuple(arguments.values()))
 
 
-def test_compiled_without_a_graph_break(device):
-    calls = calls_on(device)
-    calls.log_slots.zero_()
-    log, restore, stage, commit = (
-        tuple(calls.arguments[op].values()) for op in (LOG, RESTORE, STAGE, COMMIT)
-    )
-    counters = calls.arguments[RESTORE]["counters"]
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def all_ops():
-        ops.log_cache_slots(*log)
-        ops.restore_rejected_drafts(*restore)
-        ops.stage(*stage)
-        ops.commit_draft_layer(*commit)
-        return counters + 1, calls.side.counters + 1
-
-    before = [layer.memory.clone() for layer in calls.layers]
-    shadow_before = [layer.memory.clone() for layer in calls.side.layers]
-    of_log, of_pages = all_ops()
-    assert of_log.tolist() == [3, 4, 2, 3, 1, 2 * 2 * 256 + 1, 1, 1, 1]
-    assert calls.log_slots[:3].tolist() == [3, 4, 20]
-    for old, layer in zip(before, calls.layers, strict=True):
-        assert torch.equal(old, layer.memory)
-    assert of_pages[0, :4].tolist() == [3, 7, 2, 6]
-    assert calls.side.block_table[:3].tolist() == [list(r.entries) for r in EXAMPLE]
-    # No forward: committed rows are what the shadow entries held.
-    for old, layer in zip(shadow_before, calls.side.layers, strict=True):
-        assert not torch.equal(old, layer.memory)
-
-
 @pytest.mark.parametrize("name", ["MAX_FEATURES", "LOADS", "NO_CONSTANT_OF_IT"])
 def test_a_constant_that_is_not_the_librarys_is_refused(monkeypatch, name):
     """Also if the module that declares it is imported when the library is loaded."""
