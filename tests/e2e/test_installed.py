@@ -20,7 +20,6 @@ import pytest
 from tests.helpers.environment import REPO, VARIABLES, model_path
 from tests.unit.test_packaging import (
     DOCTOR,
-    VLLM,
     Environment,
     build,
     contents,
@@ -185,23 +184,3 @@ def test_vllm_is_upgraded_and_downgraded_under_it(
     # The variable is still set.
     assert serve(first, "stage", path) == plain
     check_counters(serve(second, "stage", path)[2])
-
-
-@pytest.mark.nightly
-def test_an_editable_vllm(wheel, make_environment, path, tmp_path):
-    environment = make_environment("developer")
-    project = tmp_path / "project"
-    project.mkdir()
-    metadata = VLLM["pyproject.toml"].replace('"vllm", "vllm.v1"', '"vllm"')
-    # vLLM takes its platform from there.
-    metadata = metadata.replace('"0.32.0"', '"0.32.0+cpu"')
-    (project / "pyproject.toml").write_text(metadata)
-    (project / "vllm").symlink_to(SITE / "vllm")
-    environment.install(build(project, tmp_path / "built", "editable"))
-    plain = serve(environment, None, path)
-    environment.install(wheel)
-    version, tokens, counters = serve(environment, "stage", path)
-    assert [version, tokens] == plain[:2]
-    check_counters(counters)
-    environment.uv("uninstall", "vllm-nwor")
-    assert serve(environment, "stage", path) == plain

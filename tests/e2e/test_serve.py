@@ -25,10 +25,9 @@ import pytest
 from prometheus_client.samples import Sample
 
 from tests.helpers import monitoring, reach
-from tests.helpers.environment import REPO, model_path, subprocess_env
+from tests.helpers.environment import REPO
 from tests.helpers.player import check_identities
 from tests.helpers.server import ARGUMENTS, Server, serve
-from tools.soak.server import SERVE, free_port, running
 from vllm_nwor.metrics import COUNTERS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -283,23 +282,6 @@ def test_every_panel_has_a_value(watched, query):
         assert all(one["metric"].get(label) for one in found), found
 
 
-def test_prometheus_has_the_servers_counters(watched):
-    found = watched.server.idle_metrics()
-    expected = {
-        name: [found[name]] for name in ("vllm:nwor_windows", "vllm:nwor_tokens_staged")
-    }
-    assert min(expected.values()) > [0]
-    deadline, seen = time.monotonic() + 60, {}  # until the next scrape
-    while seen != expected:
-        assert time.monotonic() < deadline, (seen, expected)
-        time.sleep(SCRAPE_SECONDS)
-        for name in expected:
-            series = watched.prometheus.query(f"sum({name}_total)")
-            seen[name] = [float(one["value"][1]) for one in series]
-    (row,) = watched.prometheus.query("vllm:nwor_info == 1")
-    assert (row["metric"]["requested"], row["metric"]["resolved"]) == ("stage", "stage")
-
-
 def test_no_alert_fires_on_a_healthy_server(watched):
     rules = watched.prometheus.rules()
     assert len(rules) >= 6
@@ -325,39 +307,6 @@ def test_data_parallel_2(tmp_path):
             server.idle_metrics()
             for engine in ("0", "1"):
                 check_engine(server, engine, mode)
-
-
-@pytest.mark.nightly
-def test_a_head_without_nwor_ignores_the_reports_of_an_engine_with_it(tmp_path):
-    """Data parallel: the engine with NWOR runs on a headless node."""
-    arguments = [*ARGUMENTS, "--data-parallel-size", "2"]
-    arguments += ["--data-parallel-size-local", "1"]
-    arguments += ["--data-parallel-address", "127.0.0.1"]
-    arguments += ["--data-parallel-rpc-port", str(free_port())]
-    node = [*SERVE, model_path("smollm2-135m"), *arguments]
-    node += ["--headless", "--data-parallel-start-rank", "1"]
-    env = subprocess_env(
-        VLLM_NWOR_MODE="stage",
-        VLLM_ENABLE_V1_MULTIPROCESSING=None,
-        OMP_NUM_THREADS="1",
-    )
-    log = tmp_path / "headless.log"
-    # With several API servers none would have the stat logger under test.
-    head = (*arguments, "--api-server-count", "1")
-    with (
-        running(node, lambda: True, log, 1, env),
-        serve(tmp_path, "off", "smollm2-135m", *head) as server,
-    ):
-        vanilla, found = texts_of_each(server)
-        again = texts_of_each(server)
-        names = {sample.name for sample in server.samples()}
-    assert vanilla == found
-    assert again == [vanilla, found]
-    assert "vllm:spec_decode_num_drafts_total" in names
-    assert not [name for name in names if "nwor" in name]
-    assert "NWOR" not in server.log()
-    line = "NWOR stage requested; group 0: stage"
-    assert log.read_text(errors="replace").count(line) == 1
 
 
 def texts_of_each(server: Server) -> list[list[str]]:

@@ -359,18 +359,6 @@ def test_a_bad_file_is_named_with_what_is_wrong(content, why, tmp_path, capsys):
     assert why in said
 
 
-def test_a_cut_file_names_the_place(tmp_path, capsys):
-    world = story(tmp_path, finding())
-    world.recorder.found()
-    content = world.file()
-    del content["steps"][2]["tokens"]
-    world.path.write_text(json.dumps(content))
-    assert explain.main([str(world.path)]) == 1
-    assert "missing required field `tokens` - at `$.steps[2]`" in (
-        capsys.readouterr().out
-    )
-
-
 def test_it_needs_no_vllm(tmp_path):
     world = story(tmp_path, finding())
     world.recorder.found()
