@@ -198,20 +198,8 @@ def num_resumed_by_hit(requests: Sequence[Request], result: Result) -> int:
     return sum(computed[name] < lengths[name] for name in preempted & {*lengths})
 
 
-@pytest.mark.parametrize(
-    ("is_speculative", "arguments"),
-    [
-        (False, {"num_gpu_blocks_override": 18}),
-        (False, {"num_gpu_blocks_override": 18, "async_scheduling": True}),
-        (True, {"num_gpu_blocks_override": 36}),
-    ],
-)
-def test_eviction_preemption_and_aborts_are_silent(
-    is_speculative: bool, arguments: dict[str, Any]
-) -> None:
-    """With few blocks, all are used again and again, by other groups, too. The text of
-    a request that is resumed with asynchronous scheduling is not known."""
-    few = engine_of(is_speculative, **arguments)
+def run_with_few_blocks(few: Engine) -> Result:
+    """Requests of two texts, of which some are aborted and some resumed by a hit."""
     requests = [
         Request(
             f"q{n}",
@@ -227,7 +215,24 @@ def test_eviction_preemption_and_aborts_are_silent(
     result = run(few, requests, mixture, texts)
     whole = [one for one in requests if one.abort_at == one.abort_during is None]
     assert num_resumed_by_hit(whole, result) > 0
-    assert {*result.cached.values()} >= {0, BLOCK}
+    return result
+
+
+@pytest.mark.parametrize(
+    ("is_speculative", "arguments"),
+    [
+        (False, {"num_gpu_blocks_override": 18}),
+        (False, {"num_gpu_blocks_override": 18, "async_scheduling": True}),
+        (True, {"num_gpu_blocks_override": 36}),
+    ],
+)
+def test_eviction_preemption_and_aborts_are_silent(
+    is_speculative: bool, arguments: dict[str, Any]
+) -> None:
+    """With few blocks, all are used again and again, by other groups, too. The text of
+    a request that is resumed with asynchronous scheduling is not known."""
+    few = engine_of(is_speculative, **arguments)
+    assert {*run_with_few_blocks(few).cached.values()} >= {0, BLOCK}
     assert found(few) == []
 
 

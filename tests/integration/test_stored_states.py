@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.engine import Engine, Request, Result, prompt
+from tests.helpers.engine import Engine, Request, prompt
 from tests.helpers.host_offloading import CONNECTOR, HostSpec
 from tests.helpers.hybrid import (
     AUDIT,
@@ -38,9 +38,9 @@ from tests.integration.test_boundary_states import (
     BLOCK,
     copies,  # noqa: F401  # a fixture of all tests here, as the next one
     host,  # noqa: F401
-    num_resumed_by_hit,
     passing,
     run,
+    run_with_few_blocks,
 )
 from vllm_nwor.audit.findings import Finding
 from vllm_nwor.audit.states import boundaries_of
@@ -257,23 +257,8 @@ def test_eviction_preemption_and_aborts_are_silent(
     """With few blocks, all are used again and again, by other groups, too."""
     store, more = WORLDS[name]
     few = World(store, **more, **arguments)
-    text = prompt(1, 700)
-    requests = [
-        Request(
-            f"q{n}",
-            (*(text, (7,) * 700)[n // 2 % 2][: 300 + 150 * (n % 3)], *[n] * (n % 2)),
-            30,
-            at=3 * n,
-            abort_at=3 * n + 9 if n % 8 == 3 else None,
-            abort_during=3 * n + 8 if n % 8 == 6 else None,
-        )
-        for n in range(24)
-    ]
-    texts = {one.name: [*one.prompt, *[7] * 40] for one in requests}
-    result: Result = run(few.engine, requests, texts=texts)
-    whole = [one for one in requests if one.abort_at == one.abort_during is None]
+    result = run_with_few_blocks(few.engine)
     assert result.num_preemptions > 0
-    assert num_resumed_by_hit(whole, result) > 0
     assert few.worker.num_loaded > 0
     assert few.totals()["verified"] > 0
     assert few.found() == []
