@@ -215,10 +215,7 @@ class Engine(Player, Observer):
         self.probe.poison()
 
     def run(
-        self,
-        requests: Sequence[Request],
-        observers: Sequence[Observer] = (),
-        num_threads: int = 1,
+        self, requests: Sequence[Request], observers: Sequence[Observer] = ()
     ) -> Result:
         """Plays the requests until all are finished or aborted."""
         assert not self.llm.has_unfinished_requests()
@@ -229,7 +226,7 @@ class Engine(Player, Observer):
         self.probe.steps = result.steps
         self.probe.observers = [self, *observers]
         try:
-            with threads(num_threads), self.connected():
+            with threads(1), self.connected():
                 self.play(requests, result)
         finally:
             self.probe.observers = []

@@ -37,9 +37,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 import vllm_nwor
-from tests.helpers.engine import DEFAULTS, NUM_DRAFTS, Engine
+from tests.helpers.engine import DEFAULTS, NUM_DRAFTS
 from tests.helpers.environment import model_path, nwor_settings
-from tests.helpers.sessions import draft_rightly, play
 from vllm_nwor import Commit, commits, plugin
 from vllm_nwor.base import wrap as _wrap
 from vllm_nwor.config import NworConfigError
@@ -366,18 +365,6 @@ def test_a_stop_that_lowers_the_number_of_computed_tokens(monkeypatch):
     with reported() as found:
         alone.step()
         assert found == [[alone.worker.commit("a", 48, 51, 0)]]
-
-
-def test_a_turn_of_a_real_engine_that_ends_within_accepted_drafts():
-    """Its next input is queued: vLLM continues with the same Request."""
-    engine = Engine("stage", {"STRICT": "always"})
-    turn = range(100, 171), 2
-    draft_rightly(engine, {"a": (turn, NUM_DRAFTS)})
-    with reported() as found:
-        play(engine, {"a": [turn, (range(300, 310), 3)]})
-    commits = [commit for step in found for commit in step]
-    assert [(commit.start, commit.end) for commit in commits[:2]] == [(0, 71), (71, 73)]
-    assert [len(commit.block_ids[0]) for commit in commits[:2]] == [3, 1]
 
 
 class NoTensors(TorchDispatchMode, ContextDecorator):

@@ -261,18 +261,6 @@ def test_a_load_that_was_reported_as_failed_is_no_finding(world):
 # --- digests that cannot be used ------------------------------------------------------
 
 
-def test_a_proxy_that_leaves_the_key_out(asynchronous):
-    """Nothing is compared, though all blocks are wrong."""
-    world, text = asynchronous, next(seeds)
-    params = world.given(text)
-    del params["nwor"]
-    for block in range(NUM_BLOCKS + 1):
-        world.plant(params, block, 0, 0)
-    rise = world.taken(text, params)
-    assert rise == {"unverified": LENGTH - 1, "handover_missing": 1}
-    assert world.found() == []
-
-
 def test_without_a_secret_nothing_is_sent_and_nothing_used(asynchronous):
     world, text = asynchronous, next(seeds)
     params = world.given(text)

@@ -27,16 +27,13 @@ from tests.helpers.drafters import (
     ScriptedDrafter,
     all_wrong,
     mixture,
-    mixture_of_four,
     truth_of,
 )
 from tests.helpers.engine import (
-    BLOCK_SIZE,
     Engine,
     Request,
     Result,
     assert_same,
-    bytes_of_slots,
     check_counts,
     counts,
     like_off,
@@ -103,16 +100,6 @@ def compare(
     assert all(len(off.tokens[name]) == len(off.logprobs[name]) for name in off.tokens)
     assert off.num_drafted > 0
     return off
-
-
-def test_a_row_is_copied_to_a_seat_once():
-    """Only the prompt's rows in the block of the first drafts are copied."""
-    staged = shared("stage", **ENGINE)
-    before = counts(staged)["shadow_copied_bytes"]
-    off = compare([Request("one", prompt(1, 40), 80)], mixture_of_four)
-    assert len(off.tokens["one"]) == 80
-    copied = counts(staged)["shadow_copied_bytes"] - before
-    assert copied == 40 % BLOCK_SIZE * sum(bytes_of_slots(staged).values())
 
 
 def test_real_model_ngram():

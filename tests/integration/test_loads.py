@@ -438,12 +438,6 @@ def slow(slow_engine: World) -> Iterator[World]:
     yield from cleaned(slow_engine)
 
 
-def test_a_load_that_takes_steps_is_verified(slow: World) -> None:
-    texts = slow.store(2)
-    assert slow.ask(*texts) == {"verified": 2 * SLOTS}
-    assert slow.found() == []
-
-
 @pytest.mark.parametrize("case", ["nothing", "swapped"])
 def test_a_load_that_takes_steps_and_is_wrong(
     slow: World, case: str, monkeypatch: pytest.MonkeyPatch
