@@ -427,15 +427,15 @@ def test_a_request_in_flight_across_a_change(
 # --- no false alarm -------------------------------------------------------------------
 
 
-def test_many_adapters_give_no_false_alarm(engine: Engine, adapters: Adapters) -> None:
-    """For 20 seconds, random requests of four times as many adapters as vLLM keeps,
-    some of them of equal content. Between rounds the adapters on disk stay."""
-    before = engine.audit.audit.totals()["identities"]
+def many(engine: Engine, adapters: Adapters, num_steps: int, seconds: float) -> int:
+    """Runs random requests of four times as many adapters as vLLM keeps, some of them
+    of equal content, in rounds; ends with `num_steps` steps or after `seconds`. Between
+    rounds the adapters on disk stay. Returns the number of steps."""
     draw = random.Random(4)
     seeds = [next(new_seeds) for _ in range(3 * MAX_LORAS)]
     known = [adapters.new(seed) for seed in (*seeds, *seeds[:MAX_LORAS])]
-    ends, num_steps, round_ = time.monotonic() + 20, 0, 0
-    while num_steps < 10_000 and time.monotonic() < ends:
+    ends, num_done, round_ = time.monotonic() + seconds, 0, 0
+    while num_done < num_steps and time.monotonic() < ends:
         round_ += 1
         requests = [
             Request(
@@ -450,7 +450,20 @@ def test_many_adapters_give_no_false_alarm(engine: Engine, adapters: Adapters) -
         if round_ % 4 == 0:
             again = draw.choice(known)
             engine.llm.remove_lora(again.lora_int_id)
-        num_steps += len(engine.run(requests).steps)
+        num_done += len(engine.run(requests).steps)
         assert engine.take_findings() == []
-    assert num_steps > 100
+    return num_done
+
+
+def test_many_adapters_give_no_false_alarm(engine: Engine, adapters: Adapters) -> None:
+    before = engine.audit.audit.totals()["identities"]
+    assert many(engine, adapters, 10_000, 20) > 100
     assert engine.audit.audit.totals()["identities"] > before + 10_000
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("engine", ["off", "stage"], indirect=True)
+def test_ten_thousand_steps_give_no_false_alarm(
+    engine: Engine, adapters: Adapters
+) -> None:
+    assert many(engine, adapters, 10_000, 7200) >= 10_000

@@ -124,6 +124,15 @@ def write_by_rpc(engine: Engine, seed: int) -> None:
     engine.llm.collective_rpc(lambda worker: write(worker.get_model(), seed))
 
 
+def write_half_by_rpc(engine: Engine, seed: int) -> None:
+    def fail(worker: Any) -> None:
+        write(worker.get_model(), seed, num_parameters=12)
+        raise ConnectionError("the trainer is gone")
+
+    with pytest.raises(ConnectionError):
+        engine.llm.collective_rpc(fail)
+
+
 def load_by_apply_model(engine: Engine, seed: int) -> None:
     """A callable that gives the tensors one by one."""
 
@@ -179,21 +188,40 @@ def transfer(engine: Engine, seed: int) -> None:
         send(seed=seed)
 
 
+def transfer_half(engine: Engine, seed: int) -> None:
+    """vLLM ends the session of an update that fails."""
+
+    def fail() -> None:
+        write(model_of(engine), seed, num_parameters=12)
+        raise ConnectionError("the trainer is gone")
+
+    with (
+        pytest.raises(RuntimeError, match="without a matching start"),
+        updating(engine, fail) as send,
+        pytest.raises(ConnectionError),
+    ):
+        send()
+
+
 ROUTES: dict[str, Change] = {
     "reload_weights, a path": reload_from_disk,
     "reload_weights, tensors": reload_from_tensors,
     "any RPC": write_by_rpc,
+    "any RPC, which fails": write_half_by_rpc,
     "apply_model": load_by_apply_model,
     "load_weights in process": load_in_process,
     "update_weights": transfer,
+    "update_weights, which fails": transfer_half,
 }
 # As they are counted.
 NAMES = {
     "reload_weights, a path": "reload_weights",
     "reload_weights, tensors": "reload_weights",
     "any RPC": "rpc",
+    "any RPC, which fails": "rpc",
     "apply_model": "load_weights",
     "load_weights in process": "load_weights",
+    "update_weights, which fails": "update_weights",
 }
 
 
@@ -309,7 +337,8 @@ def test_hits_on_blocks_of_other_weights_are_found(engine: Engine, route: str) -
 def test_each_route_is_a_new_epoch_only_with_new_bytes(
     engine: Engine, route: str, changes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also a route of many calls. No change is taken for an unannounced one."""
+    """Also a route of many calls, and one that fails half way. No change is taken for
+    an unannounced one."""
     monkeypatch.setattr(fingerprints, "EVERY", 1)
     before = next_epoch(engine)
     answer = ask(engine, "first", cached=0)
