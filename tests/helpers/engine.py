@@ -215,7 +215,10 @@ class Engine(Player, Observer):
         self.probe.poison()
 
     def run(
-        self, requests: Sequence[Request], observers: Sequence[Observer] = ()
+        self,
+        requests: Sequence[Request],
+        observers: Sequence[Observer] = (),
+        num_threads: int = 1,
     ) -> Result:
         """Plays the requests until all are finished or aborted."""
         assert not self.llm.has_unfinished_requests()
@@ -226,7 +229,7 @@ class Engine(Player, Observer):
         self.probe.steps = result.steps
         self.probe.observers = [self, *observers]
         try:
-            with threads(1), self.connected():
+            with threads(num_threads), self.connected():
                 self.play(requests, result)
         finally:
             self.probe.observers = []

@@ -186,6 +186,7 @@ def watch(
     requests: Sequence[Request] = REQUESTS,
     truth: dict[str, list[int]] | None = None,
     case: Case | None = None,
+    num_threads: int = 1,
     is_counted: bool = True,
 ) -> Run:
     """Plays `requests` twice: to learn the target's tokens, unless `truth` has them;
@@ -207,7 +208,7 @@ def watch(
     engine.poison_caches()
     oracle = Oracle(engine)
     before = counts(engine)
-    result = engine.run(requests, [oracle])
+    result = engine.run(requests, [oracle], num_threads)
     if engine.manager is not None and is_counted:
         check_counts(engine, before, result)
     return Run(engine, truth, oracle, result, drafter.own, drafter.num_proposed)
@@ -472,3 +473,11 @@ def test_the_oracle_reports_broken_ops(mode, op, how, kind, request):
     kinds = {violation.kind for violation in sick.oracle.violations}
     assert kind in kinds
     assert mode == "cow" or kinds == {kind}
+
+
+def test_two_threads(cow):
+    """The ops' parallel loops; all other runs use one thread."""
+    short = [replace(request, max_tokens=20) for request in FEW_REQUESTS]
+    run = watch(cow, short, num_threads=2)
+    assert run.oracle.violations == []
+    assert run.oracle.num_dirty > 0
