@@ -38,6 +38,7 @@ from tests.helpers.oracle import SnapshotOracle, Watch, hash_rows
 from tests.helpers.player import counters
 from tests.helpers.runner_probe import Step
 from vllm_nwor import ops as native
+from vllm_nwor.hooks import caches
 from vllm_nwor.layout.probe import probe_layout
 
 # The KV audit compares all bytes.
@@ -237,6 +238,8 @@ def check_off(off: Run, case: Case) -> None:
     assert num_slots == off.oracle.num_dirty
     num_drafter_layers = len(off.engine.probe.layers()) - len(targets)
     assert num_drafter_layers == case.num_drafter_layers
+    drafts_by_model = caches.limits(off.engine.runner).drafts_by_model
+    assert drafts_by_model is (num_drafter_layers > 0)
     assert any(map(any, off.own)) == case.keeps_drafter
 
 

@@ -39,10 +39,12 @@ template <typename Pass>
 constexpr int kBlocksOf = std::is_same_v<Pass, ScanSlots> ? 2 : 1;
 
 constexpr int kMaxLayers = 512;
-// Thread blocks of a launch that walks slots, for each multiprocessor.
-constexpr int kBlocksForSlots = 8;
-// Of the multiprocessors, for slots beside the drafter's kernels: one block on each.
+// Thread blocks of a launch that walks slots, for each multiprocessor, at most.
+constexpr int64_t kBlocksForSlots = 8;
+// Beside the drafter's kernels: one on each multiprocessor of this share of all, or as
+// many as have so many slots each.
 constexpr int64_t kShareBeside = 4;
+constexpr int64_t kSlotsBeside = 32;
 constexpr uint32_t kSumUnroll = 8;
 // Of a warp, for a part of a state's sample.
 constexpr int kLanesOfPart = kWarpThreads / kSampleParts;
@@ -262,7 +264,7 @@ class Block {
 template <typename Pass>
 __global__ void __launch_bounds__(kThreadsOf<Pass>, kBlocksOf<Pass>)
     audit_kernel(const __grid_constant__ Pass pass) {
-  // By none of ours if that begins another stream.
+  // Not where the other stream begins: what comes next in this one is vLLM's.
   const bool forks = std::is_same_v<Pass, CheckRequests> && pass.beside != nullptr;
   wait_for_stream(kIsFollowed<Pass> && !forks);
   Block<kThreadsOf<Pass>> team;
@@ -312,8 +314,12 @@ struct Gpu {
                pass.layers.num_layers, "; must be one on CUDA, of at most ", kMaxLayers,
                " layers, without runs");
     const int64_t num_processors = num_multiprocessors(op, device);
-    run(pass, std::min(num_slots, is_beside ? num_processors / kShareBeside
-                                            : kBlocksForSlots * num_processors));
+    int64_t most = kBlocksForSlots * num_processors;
+    if (is_beside) {
+      most = std::min(
+          most, std::max(num_processors / kShareBeside, num_slots / kSlotsBeside));
+    }
+    run(pass, std::min(num_slots, most));
   }
   void run_scan(ScanSlots pass) const {
     // A batch has no more blocks than its requests may have; beyond a cache's own

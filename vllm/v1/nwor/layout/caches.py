@@ -46,7 +46,7 @@ class RunnerLimits:
     sleeps: memory that is allocated when caches are bound loses its content in sleep.
     loads: of the KV connector. has_own_store: nobody else fills its store, which is
     empty at start. bytes_changed_by: what makes it bring other bytes than it stored.
-    drafts_by_model: drafting takes the device longer than a part of a step.
+    drafts_by_model: the drafter runs a model on the device, after sampling.
     """
 
     device: torch.device
