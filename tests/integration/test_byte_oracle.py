@@ -14,6 +14,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -38,8 +39,8 @@ from tests.helpers.oracle import SnapshotOracle, Watch, hash_rows
 from tests.helpers.player import counters
 from tests.helpers.runner_probe import Step
 from vllm_nwor import ops as native
-from vllm_nwor.hooks import caches
 from vllm_nwor.layout.probe import probe_layout
+from vllm_nwor.plugin import used_package
 
 # The KV audit compares all bytes.
 EVERYTHING = {"AUDIT": "log", "AUDIT_MIB": "9" * 30, "STRICT": "always"}
@@ -238,6 +239,7 @@ def check_off(off: Run, case: Case) -> None:
     assert num_slots == off.oracle.num_dirty
     num_drafter_layers = len(off.engine.probe.layers()) - len(targets)
     assert num_drafter_layers == case.num_drafter_layers
+    caches = import_module(f"{used_package()}.hooks.caches")
     drafts_by_model = caches.limits(off.engine.runner).drafts_by_model
     assert drafts_by_model is (num_drafter_layers > 0)
     assert any(map(any, off.own)) == case.keeps_drafter
