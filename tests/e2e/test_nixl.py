@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's NixlConnector between two engines on this CPU, in a process each: what the
 decode instance reads from the memory of the other one is compared with the digests that
-came along. `make frameworks` installs NIXL next to the project's environment. On a GPU:
-tests/gpu/test_offloading.py.
+came along; and between two servers, as docs/connectors.md starts them. `make frameworks`
+installs NIXL next to the project's environment. On a GPU: tests/gpu/test_offloading.py.
 
     python -m tests.e2e.test_nixl prefill|decode FOLDER    # what the test runs
 """
@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.metadata import distributions
@@ -25,6 +27,7 @@ import pytest
 from tests.gpu.rows import prompt
 from tests.helpers.environment import REPO, subprocess_env
 from tests.helpers.player import Outputs, Request
+from tests.helpers.server import ARGUMENTS, Server, serve
 
 INSTALLED = REPO / ".venv-frameworks"
 BLOCK_SIZE = 32
@@ -44,9 +47,13 @@ Run = Callable[[Request], Outputs]
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 
-def test_what_nixl_brings_is_compared(tmp_path):
+@pytest.fixture(autouse=True)
+def nixl():
     if not any(distributions(name="nixl", path=[str(INSTALLED)])):
         pytest.skip("nixl is not installed: make frameworks")
+
+
+def test_what_nixl_brings_is_compared(tmp_path):
     (tmp_path / "secret").write_text(32 * "s")
     with ExitStack() as stack:
         processes = []
@@ -63,6 +70,63 @@ def test_what_nixl_brings_is_compared(tmp_path):
         assert [process.wait(LIMIT_S) for process in processes] == [0, 0]
     found = json.loads((tmp_path / "found").read_text())
     assert found == json.loads(json.dumps(EXPECTED))
+
+
+def test_between_two_servers(tmp_path):
+    """The documented commands; the test does what a proxy has to, and with the second
+    request what one does that copies only the keys it knows. A connector's client sees
+    the tokens of one server alone."""
+    commands = [
+        shlex.split(line)
+        for line in (REPO / "docs" / "connectors.md").read_text().splitlines()
+        if line.startswith("    vllm serve MODEL") and "NixlConnector" in line
+    ]
+    secret = tmp_path / "secret"
+    secret.write_text(32 * "s")
+    with ExitStack() as stack:
+        servers = []
+        for number, command in enumerate(commands):
+            (folder := tmp_path / str(number)).mkdir()
+            transfer = json.loads(command[-1]) | {"kv_buffer_device": "cpu"}
+            assert command[-2] == "--kv-transfer-config"
+            arguments = [*ARGUMENTS, command[-2], json.dumps(transfer)]
+            server = serve(
+                folder,
+                "stage" if number else "off",
+                "smollm2-135m",
+                *arguments,
+                PYTHONPATH=str(INSTALLED),
+                VLLM_NIXL_SIDE_CHANNEL_PORT=str(5713 + number),
+                VLLM_NWOR_AUDIT="log",
+                VLLM_NWOR_AUDIT_SECRET=str(secret),
+            )
+            servers.append(stack.enter_context(server))
+        prefilling, decoding = servers
+        for result in ("verified", "missing"):
+            text = f"{result}: " + 12 * "the cat sat on the mat, the dog sat down, "
+            first = prefilling.complete(text, 1, kv_transfer_params=REMOTE)
+            params = first["kv_transfer_params"]
+            if result == "missing":
+                del params["nwor"]
+            answer = decoding.complete(text, 40, kv_transfer_params=params)
+            assert answer["choices"] == decoding.complete(text, 40)["choices"]
+            assert handovers(decoding)[result] == 1
+        assert sum(handovers(decoding).values()) == 2
+        totals = decoding.idle_metrics()
+    assert totals["vllm:nwor_audit_verified"] > 0
+
+
+REMOTE = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def handovers(server: Server) -> Counter[str]:
+    return Counter(
+        {
+            sample.labels["result"]: sample.value
+            for sample in server.samples()
+            if sample.name == "vllm:nwor_audit_handovers_total"
+        }
+    )
 
 
 # --- the two processes ----------------------------------------------------------------

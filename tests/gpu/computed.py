@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.engines import EngineSpec
-from tests.gpu.harness import Engine, Report
+from tests.gpu.harness import SEED, Engine, Report
 from tests.gpu.rows import Row, prompt
 from tests.gpu.weights import SHAPE
 from tests.helpers.player import Request
 
 NUM_TEXTS, LENGTH, NUM_DECODED = 16, 256, 128
+TEXTS = [prompt(f"same {n}", LENGTH) for n in range(NUM_TEXTS)]
 Caches = list[Any]  # of each text: as test_slots
 
 
@@ -51,6 +52,8 @@ class Reader:
     ) -> tuple[Caches, list[tuple[int, ...]]]:
         """Returns the caches, and the texts with the tokens that were decoded. chunk:
         of a prompt, the most tokens in a step. beside: requests that run meanwhile."""
+        import torch
+
         requests = [
             Request(f"text/{n}", text, num_decoded + 1, at=n + 4 if beside else 0)
             for n, text in enumerate(texts)
@@ -67,8 +70,8 @@ class Reader:
             (*one.prompt, *outcome.tokens[one.name][:num_decoded]) for one in requests
         ]
         read = partial(self.engine.rpc, "test_slots")
-        caches = [
-            read(self._blocks[one.name], len(text))[0]
+        caches = [  # a rank has some of the heads
+            torch.cat(read(self._blocks[one.name], len(text)), dim=2)
             for one, text in zip(requests, whole, strict=True)
         ]
         return caches, whole
@@ -91,6 +94,15 @@ def difference(one: Caches, other: Caches, size: int, first: int = 0) -> dict[st
     return found | {"layers": [layers, len(of_texts[0])]}
 
 
+def started(spec: EngineSpec, models: Path, report: Report, **more: Any) -> Engine:
+    more["max_num_batched_tokens"] = NUM_TEXTS * (LENGTH + NUM_DECODED)
+    return Engine(spec, models, report, prepares=False, **more)
+
+
+def kept_file(spec: EngineSpec, ending: str = "pt") -> Path:
+    return Path(os.environ["NWOR_TEST_FOLDER"], f"{spec.name}.{ending}")
+
+
 def computed(spec: EngineSpec, models: Path, report: Report, **more: Any) -> None:
     """cases: each against texts that were computed alone and whole. another: a text
     against another one. With enforce_eager those are only stored, for the same engine
@@ -102,32 +114,30 @@ def computed(spec: EngineSpec, models: Path, report: Report, **more: Any) -> Non
 
         more |= {"model": find_model("--model", SHAPE, TARGET).location}
         more |= {"skip_tokenizer_init": True, "speculative_config": None}
-    more["max_num_batched_tokens"] = NUM_TEXTS * (LENGTH + NUM_DECODED)
-    engine = Engine(spec, models, report, prepares=False, **more)
+    engine = started(spec, models, report, **more)
     if not spec.real and "8b" not in spec.name:
         engine.rpc("test_randomize", 20)
     read = Reader(engine).read
-    texts = [prompt(f"same {n}", LENGTH) for n in range(NUM_TEXTS)]
-    read(texts[:2], num_decoded=8)  # first uses of kernels
-    base, _ = read(texts)
-    kept = Path(os.environ["NWOR_TEST_FOLDER"], f"{spec.name}.pt")
+    read(TEXTS[:2], num_decoded=8)  # first uses of kernels
+    base, _ = read(TEXTS)
+    kept = kept_file(spec)
     if more.get("enforce_eager"):
         torch.save(base, kept)
         return
     beside = tuple(
         Request(f"other/{n}", prompt(f"other {n}", 40), 48) for n in range(8)
     )
-    decoded, whole = read(texts, num_decoded=NUM_DECODED)
+    decoded, whole = read(TEXTS, num_decoded=NUM_DECODED)
     prefilled, _ = read(whole)
     compare = partial(difference, size=spec.block_size)
     report.save(
         another=compare(base[1:], base[:-1]),
         cases={
-            "again": compare(base, read(texts)[0]),
-            f"{NUM_TEXTS} together": compare(base, read(texts, alone=False)[0]),
-            "beside decodes": compare(base, read(texts, False, beside=beside)[0]),
-            "in chunks of 128": compare(base, read(texts, chunk=128)[0]),
-            "in chunks of 64": compare(base, read(texts, chunk=64)[0]),
+            "again": compare(base, read(TEXTS)[0]),
+            f"{NUM_TEXTS} together": compare(base, read(TEXTS, alone=False)[0]),
+            "beside decodes": compare(base, read(TEXTS, False, beside=beside)[0]),
+            "in chunks of 128": compare(base, read(TEXTS, chunk=128)[0]),
+            "in chunks of 64": compare(base, read(TEXTS, chunk=64)[0]),
             "without graphs": compare(base, torch.load(kept)),
             "as the begin of a longer prompt": compare(base, prefilled),
             "decoded, then prefilled": compare(decoded, prefilled, first=LENGTH),
@@ -136,3 +146,36 @@ def computed(spec: EngineSpec, models: Path, report: Report, **more: Any) -> Non
 
 
 computed_eager = partial(computed, enforce_eager=True, compilation_config={})
+
+
+def computed_whole(spec: EngineSpec, models: Path, report: Report) -> None:
+    """One process computes the texts, and stores them and its weights for
+    computed_by_ranks."""
+    import torch
+
+    from tests.gpu.worker import checkpoint
+
+    engine = started(spec, models, report, tensor_parallel_size=1)
+    engine.rpc("test_randomize", SEED, True)
+    (weights,) = engine.llm.apply_model(lambda model: checkpoint(model, SEED))
+    torch.save(weights, kept_file(spec, "weights"))
+    torch.save(Reader(engine).read(TEXTS)[0], kept_file(spec))
+
+
+def computed_by_ranks(spec: EngineSpec, models: Path, report: Report) -> None:
+    """cases: tensor parallel ranks against each other run, and against one process."""
+    import torch
+
+    engine = started(spec, models, report)
+    engine.rpc("test_load", str(kept_file(spec, "weights")))
+    read = Reader(engine).read
+    base, _ = read(TEXTS)
+    compare = partial(difference, size=spec.block_size)
+    report.save(
+        another=compare(base[1:], base[:-1]),
+        cases={
+            "again": compare(base, read(TEXTS)[0]),
+            "without tensor parallelism": compare(base, torch.load(kept_file(spec))),
+        },
+    )
+    engine.stop()

@@ -22,7 +22,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.computed import computed, computed_eager  # noqa: F401 # jobs
+from tests.gpu.computed import (  # noqa: F401 # jobs
+    computed,
+    computed_by_ranks,
+    computed_eager,
+    computed_whole,
+)
 from tests.gpu.engines import BY_NAME, EngineSpec
 from tests.gpu.harness import SEED, Engine, Outcome, Report
 from tests.gpu.rows import (

@@ -104,6 +104,8 @@ def test_a_load_that_a_graph_leaves_out_is_named(loading, engine):
 
 def computed_twice(pool: Pool, spec: EngineSpec) -> Chain:
     jobs = ("computed_eager", "computed")
+    if spec.tensor_parallel > 1:
+        jobs = ("computed_whole", "computed_by_ranks")
     folder = {"NWOR_TEST_FOLDER": str(pool.folder)}
     return {job: pool.run(job, spec, OFF, **folder) for job in jobs}
 
@@ -111,7 +113,7 @@ def computed_twice(pool: Pool, spec: EngineSpec) -> Chain:
 computing = engines_fixture(
     "offloading",
     computed_twice,
-    lambda spec, chain: {spec.name: chain["computed"].entry("cases")},
+    lambda spec, chain: {spec.name: [*chain.values()][-1].entry("cases")},
     "make gpu-test STEPS='build offload'",
     case="computed",
 )
@@ -120,14 +122,19 @@ computing = engines_fixture(
 @engines_of("computed")
 def test_how_often_two_computations_of_a_text_differ(computing, engine):
     """A measurement. Of different texts all blocks differ."""
-    report = computing[engine]["computed"].whole()
+    report = [*computing[engine].values()][-1].whole()
     num_differing, num_blocks = report["another"]["blocks"]
     assert num_differing == num_blocks == 15 * 256 // BY_NAME[engine].block_size
-    assert len(report["cases"]) == 8
+    assert len(report["cases"]) == 8 - 6 * (BY_NAME[engine].tensor_parallel > 1)
 
 
 @engines_of("computed-real")
 def test_real_weights_differ_as_often(computing, engine):
+    test_how_often_two_computations_of_a_text_differ(computing, engine)
+
+
+@engines_of("computed-ranks")
+def test_how_often_two_ranks_and_one_process_differ(computing, engine):
     test_how_often_two_computations_of_a_text_differ(computing, engine)
 
 

@@ -209,6 +209,10 @@ class GpuTestExtension(OracleExtension):
         size = runner.vllm_config.cache_config.block_size
         return found if audit.states else found | {"position": 2 * size + 5}
 
+    def test_load(self, path: str) -> None:
+        """Loads a `checkpoint` into the target; a rank takes its part."""
+        self.model_runner.get_model().load_weights(torch.load(path))
+
     def test_slots(self, blocks: list[int], num_slots: int) -> torch.Tensor:
         """[target layers, num_slots, bytes] uint8, on the host: what the first slots of
         these blocks hold."""
