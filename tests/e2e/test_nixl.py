@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's NixlConnector between two engines on this CPU, in a process each: what the
 decode instance reads from the memory of the other one is compared with the digests that
-came along; and between two servers, as docs/connectors.md starts them. `make frameworks`
-installs NIXL next to the project's environment. On a GPU: tests/gpu/test_offloading.py.
+came along; and between two servers, as docs/connectors.md starts them. NIXL comes from
+`make frameworks`, next to the environment. On a GPU: tests/gpu/test_offloading.py.
 
     python -m tests.e2e.test_nixl prefill|decode FOLDER    # what the test runs
 """

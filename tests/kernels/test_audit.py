@@ -260,12 +260,14 @@ class World:
         skip=lambda layer, slot: False,
         table=lambda table: None,
         restores=True,
+        is_late=False,
         **rows,
     ):
         """One step; returns what was found in it. rows: the work of each request, or
         how many rows; a text that is too short goes on with token 7. slots, table:
         spoil the slot mapping or the block table. skip: writes that are left out, by
-        layer and slot."""
+        layer and slot. is_late: the device writes long after the host has begun to
+        sample."""
         works = {k: Work(w) if isinstance(w, int) else w for k, w in rows.items()}
         self.begins(self._scheduled(works))
         tokens, positions, mapping, starts, cu_logits = [], [], [], [0], [0]
@@ -296,6 +298,7 @@ class World:
             slot_mappings=[mapping] * self.num_groups,
             block_tables=[blocks.to(self.device)] * self.num_groups,
             works=list(works.values()),
+            sample=lambda *_: None,
         )
         (self._prepare_v2 if self.is_v2 else self._prepare_v1)(batch)
         while self.loading:
@@ -319,6 +322,8 @@ class World:
                 accepted = work.drafts[: work.accepted]
                 request.text[request.computed + work.num :] = accepted
             request.computed += kept
+        if is_late:
+            batch.sample = partial(self._write_late, before)
         (self._sample_v2 if self.is_v2 else self._sample_v1)(batch)
         return self.found()
 
@@ -417,12 +422,23 @@ class World:
         ids = self._int32([[9] * (1 + n) + [-1] * (7 - n) for n in nums])
         output = SimpleNamespace(sampled_token_ids=ids.view(len(nums), 8))
         metadata = {"spec_decode_metadata": None}
-        runner_v1._sample(lambda **_: output, self.runner, (), metadata)
+        args = self.runner, (), metadata
+        runner_v1._sample(lambda **_: batch.sample() or output, *args)
 
     def _sample_v2(self, batch):
         nums = [len(work.drafts) - work.accepted for work in batch.works]
         result = None, None, self._int32(nums)
-        runner_v2._sample(lambda *_: result, self.runner, (batch,), {})
+        args = self.runner, (batch,), {}
+        runner_v2._sample(lambda *_: batch.sample() or result, *args)
+
+    def _write_late(self, before):
+        written = [cache.clone() for cache in self.caches]
+        for cache, old in zip(self.caches, before, strict=True):
+            cache.copy_(old)
+        if self.device.type == "cuda":
+            torch.cuda._sleep(10**8)  # cycles: 50 ms
+        for cache, new in zip(self.caches, written, strict=True):
+            cache.copy_(new)
 
     def _int32(self, values):
         return torch.tensor(values, dtype=torch.int32, device=self.device)
@@ -1887,6 +1903,15 @@ def test_an_output_waits_for_its_own_step_alone(monkeypatch):
     outputs[1].get_output()
     assert arrivals[1].synchronize.called
     assert findings.counts["changed"] > 0
+
+
+def test_a_step_that_writes_late_is_awaited():
+    """Else checksums are of what the slots held before it."""
+    world = World()
+    world.add("a", TEXT[:6], [1, 2, 3])
+    for num_rows in (6, 1, 1, 1):
+        assert not world.step(a=num_rows, is_late=True)
+    assert world.counts("findings contents") == (0, 30)
 
 
 @pytest.mark.parametrize("ends", ["the output", "a transfer", "the next step"])
