@@ -608,10 +608,7 @@ struct WrittenStates : StatesPass {
           for (int64_t g = 0; digests_to != nullptr && g < num_recurrent; ++g) {
             send_digests(team, rows, g, places[g], num_kept);
           }
-          team.sync();
-          if (team.index() == 0) {
-            remember(rows, places, num_kept);
-          }
+          remember(team, rows, places, num_kept);
         });
   }
 
@@ -788,36 +785,39 @@ struct WrittenStates : StatesPass {
     }
   }
 
-  // By one thread: the tokens that are in the states now.
-  NWOR_RULE void remember(const Rows& rows, const Place* places,
+  // The tokens that are in the states now.
+  template <typename Team>
+  NWOR_RULE void remember(Team& team, const Rows& rows, const Place* places,
                           int64_t num_kept) const {
     const int64_t q = rows.end - rows.begin, start = plan[rows.begin].position;
     StateSeat& seat = state_seats[rows.seat];
     const bool is_known =
         seat.generation == seats[rows.seat].generation && seat.length == start;
-    for (int64_t g = 0; g < num_recurrent; ++g) {
+    const bool is_window = num_recurrent > 0 && places[0].is_window;
+    // The last `width` inputs before the step, then those of the step.
+    const int64_t width = conv_window, num_inputs = width + least(q, kMaxBuffer);
+    const int64_t num_left = is_window ? least(num_inputs - 1, kMaxBuffer) : width;
+    int64_t* const inputs = team.room(num_left);
+    for (int64_t i = team.index(); i < num_left; i += team.size()) {
+      const int64_t from = num_inputs - num_left + i, at = seat.first_read + from;
+      if (from >= width) {
+        inputs[i] = plan[rows.end - num_inputs + from].token;
+      } else {
+        inputs[i] = is_known && at < seat.num_buffered ? seat.buffered[at] : -1;
+      }
+    }
+    team.sync();
+    for (int64_t i = team.index(); i < num_left; i += team.size()) {
+      seat.buffered[i] = static_cast<int32_t>(inputs[i]);
+    }
+    for (int64_t g = team.index(); g < num_recurrent; g += team.size()) {
       if (!is_known && start > 0) {
         adopt_boundary(rows, g, start);
       }
       remember_boundary(rows, g, places[g], num_kept);
     }
-    const bool is_window = num_recurrent > 0 && places[0].is_window;
-    // The last `width` inputs before the step, then those of the step.
-    const int64_t width = conv_window;
-    int32_t inputs[2 * kMaxBuffer];
-    int64_t num_inputs = 0;
-    for (int64_t i = 0; i < width; ++i) {
-      const int64_t at = seat.first_read + i;
-      inputs[num_inputs++] =
-          is_known && at < seat.num_buffered ? seat.buffered[at] : -1;
-    }
-    const int64_t num_new = least(q, kMaxBuffer);
-    for (int64_t i = q - num_new; i < q; ++i) {
-      inputs[num_inputs++] = plan[rows.begin + i].token;
-    }
-    const int64_t num_left = is_window ? least(num_inputs - 1, kMaxBuffer) : width;
-    for (int64_t i = 0; i < num_left; ++i) {
-      seat.buffered[i] = inputs[num_inputs - num_left + i];
+    if (team.index() > 0) {
+      return;
     }
     seat.num_buffered = num_left;
     seat.first_read = is_window ? num_kept - 1 : 0;
