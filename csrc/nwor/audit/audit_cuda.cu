@@ -136,8 +136,9 @@ template <int kThreads>
 class Block {
  public:
   // Of a sample of states.
-  [[maybe_unused]] static constexpr int64_t kWordsOfLane = kSampleWords / kWarpThreads;
+  static constexpr int64_t kWordsOfLane = kSampleWords / kWarpThreads;
   static constexpr int64_t kPartsOfLane = 1;
+  static_assert(kWordsOfLane == 1);
 
   __device__ Share share(int64_t count) const { return {blockIdx.x, count, gridDim.x}; }
   __device__ int64_t index() const { return threadIdx.x; }
@@ -154,7 +155,6 @@ class Block {
   __device__ void warp_sync() const { __syncwarp(); }
   template <typename Of>
   __device__ void sum_parts(uint32_t (&parts)[kPartsOfLane], const Of& of_word) const {
-    static_assert(kSampleWords == kWarpThreads, "a lane has a word");
     parts[0] = of_word(lane_id());
 #pragma unroll
     for (int by = 1; by < kLanesOfPart; by *= 2) {
