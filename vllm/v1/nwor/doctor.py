@@ -198,6 +198,7 @@ def hooks(vllm: Path) -> Iterator[Line]:
 
         tree = Tree(files_of(vllm.parent))
         gone = [name for name, path in RUNNERS.items() if tree.read(path) is None]
+        fine = []
         for module in FACTS:
             problems = mismatches(module, tree)
             if gone == [module]:  # one of the two runners is enough
@@ -206,8 +207,10 @@ def hooks(vllm: Path) -> Iterator[Line]:
             elif problems:
                 yield from ((False, "hooks", f"{module}: {line}") for line in problems)
             else:
-                text = "vLLM has every function and attribute that this part uses"
-                yield True, "hooks", f"{module}: {text}"
+                fine.append(module)
+        if fine:
+            text = "vLLM has every function and attribute that they use"
+            yield True, "hooks", f"{', '.join(fine)}: {text}"
     except (ImportError, OSError, ValueError, SyntaxError) as error:
         yield False, "hooks", f"vLLM's source cannot be compared: {error}"
 

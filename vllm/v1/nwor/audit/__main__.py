@@ -4,7 +4,7 @@ faults? `--connector MODULE:CLASS`: does a KV connector keep vLLM's contract?
 
 Exit status: 0 all found, or conforming; 1 some missed, a breach, nothing exercised, or
 an error; 2 wrong arguments.
-VLLM_LOGGING_LEVEL=DEBUG shows vLLM's log and tracebacks.
+VLLM_LOGGING_LEVEL=DEBUG shows vLLM's log, findings as they are logged, and tracebacks.
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ KIT_VARIABLES = {
 }
 
 
-def show_findings() -> None:
-    """The lines of NWOR's logger. vLLM resets it when an engine starts."""
+def show_errors() -> None:
+    """Of NWOR's logger, without the findings. vLLM resets it when an engine starts."""
+    from .findings import LINES
+
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    handler.addFilter(lambda record: record.msg not in LINES)
     logger = logging.getLogger("vllm.v1.nwor")
     logger.setLevel(logging.ERROR)
     logger.addHandler(handler)
@@ -145,7 +148,7 @@ def main() -> int:
         # It imports vLLM, which reads its variables then.
         from . import selftest
 
-        ready = show_findings if is_quiet else lambda: None
+        ready = show_errors if is_quiet else lambda: None
         return 0 if selftest.run(say, ready, args.states) else 1
     except Exception as error:
         if not is_quiet:
