@@ -21,6 +21,9 @@ from tests.gpu.pool import OFF, ON, Chain, Pool, engines_fixture, engines_of
 from tests.gpu.test_audit import AUDIT, findings
 
 ENGINES = engines_of("offloading")
+# Its chunks are whole blocks, in memory of its own.
+LMCACHE = {"LMCACHE_CHUNK_SIZE": "16", "LMCACHE_LOCAL_CPU": "True"}
+LMCACHE |= {"LMCACHE_MAX_LOCAL_CPU_SIZE": "1", "LMCACHE_TRACK_USAGE": "false"}
 runs = engines_fixture(
     "offloading",
     lambda pool, spec: pool.off_on("one_row", spec),
@@ -160,6 +163,22 @@ def test_what_nixl_brings_is_compared(pool, tmp_path, engine):
     command = "make gpu-test STEPS='build offload'"
     results.save("offloading", command, {engine: {"found": found}}, case="nixl")
     assert found == json.loads(json.dumps(EXPECTED))
+
+
+@engines_of("lmcache")
+def test_what_lmcache_loads_is_judged_rightly(pool, engine):
+    """Logprobs, of loaded texts and of computed ones, say whether it was right."""
+    if find_spec("lmcache") is None:
+        pytest.skip("lmcache is not installed")
+    more = AUDIT | {"VLLM_NWOR_AUDIT_STORE": "own", "NWOR_TEST_FAULT": "0"}
+    report = pool.run("corrupting", BY_NAME[engine], ON, **more, **LMCACHE).whole()
+    (look,), size = report["audit"], BY_NAME[engine].block_size
+    found = {name: report[name] for name in ("cached", "differences")}
+    found |= {"counts": look["counts"], "findings": look["findings"][:2]}
+    command = "make gpu-test STEPS='build offload'"
+    results.save("offloading", command, {engine: found}, case="lmcache")
+    assert min(report["cached"]) >= 2 * size  # of prompts alone
+    assert bool(look["findings"]) is (max(report["differences"]) > 0.5)
 
 
 @ENGINES
