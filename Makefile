@@ -102,7 +102,7 @@ reach: models ## what NWOR was tried with: run it on this CPU, render docs/reach
 	@mkdir -p $(RESULTS)
 	$(PY) -m pytest $(REACH) $(REFUSALS) $(KIT) $(ARGS)
 	$(MAKE) test-older OLDER_TESTS='$(REACH) $(KIT) -k "not 3n"'
-	$(MAKE) test-oldest OLDER_TESTS='$(REACH) -k "not (3n or DeepSeek or Next or test_state)"'
+	$(MAKE) test-oldest OLDER_TESTS='$(REACH) $(KIT) -k "not (3n or DeepSeek or Next or test_state)"'
 	$(PY) tools/results/render.py
 
 # What NWOR touches of them is patched, too, as those who keep a fork do it, and our

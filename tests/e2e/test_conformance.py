@@ -83,8 +83,9 @@ OF_VLLM: dict[str, tuple[dict[str, Any], dict[str, tuple[str, ...]]]] = {
         },
     ),
 }
-# vLLM 0.29 stores a block whose last token never ran: vLLM issue 54193.
+# Up to vLLM 0.29 a block is stored whose last token never ran: vLLM issue 54193.
 STORES_TOO_MUCH = {
+    "ExampleConnector": (),  # prompts alone, as above
     "OffloadingConnector": ("outputs", "bytes"),
     "MultiConnector": ("outputs",),
 }
@@ -193,8 +194,10 @@ def test_the_verdicts_on_vllms_own_connectors(connector: str, truths: Truths) ->
     config, expected = OF_VLLM[connector]
     found = truths.judge(connector, config)
     record(connector, found)
-    if connector in STORES_TOO_MUCH and vllm.__version__.startswith("0.29."):
+    if vllm.__version__.startswith(("0.26.", "0.29.")):
         expected = expected | {"rejected_drafts": STORES_TOO_MUCH[connector]}
+    if vllm.__version__.startswith("0.26."):  # blocks of half the size: no start
+        expected = expected | {"sliding_window": ()}
     assert found_in(found) == expected
 
 
