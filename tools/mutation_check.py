@@ -62,6 +62,8 @@ TESTS = (
     "tests/kernels/test_builtin_ops.py",
     "tests/kernels/test_large_offsets.py",
     "tests/kernels/test_audit.py",
+    "tests/kernels/test_audit_loads.py",
+    "tests/kernels/test_audit_runner.py",
     "tests/kernels/test_states.py",
     "tests/kernels/test_rings.py",
     "tests/simulation",

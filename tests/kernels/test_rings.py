@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.test_audit import N, Work, World, device  # noqa: F401
+from tests.kernels.audit_world import N, Work, World, each_runner  # noqa: F401
 from vllm_nwor.audit.findings import Finding
 from vllm_nwor.layout.states import StateCache, StateGroup, StateKind, ring_shortage
 

@@ -2,7 +2,7 @@
 """The kinds of layers with recurrent state that the audit follows, by the metadata that
 vLLM makes for each; and those that it refuses, by name.
 
-`Hybrid` adds one such layer to test_audit's World. What a state holds follows from the
+`Hybrid` adds one such layer to the audit's World. What a state holds follows from the
 text up to its last token. A step's metadata has the fields of vLLM's class of that name
 that hooks/states.py reads.
 
@@ -22,10 +22,10 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from tests.kernels import test_audit
+from tests.kernels import audit_world
+from tests.kernels.audit_world import Work, World
 from tests.kernels.conftest import DEVICES
 from tests.kernels.reference import random_bytes
-from tests.kernels.test_audit import Work, World
 from vllm_nwor import ops
 from vllm_nwor.audit.state import Audit
 from vllm_nwor.audit.states import States
@@ -130,7 +130,7 @@ class Hybrid(World):
         self.state_caches = group.states
         with pytest.MonkeyPatch.context() as patch:
             audit = functools.partial(Audit, states=self.states)
-            patch.setattr(test_audit, "Audit", audit)
+            patch.setattr(audit_world, "Audit", audit)
             super().__post_init__()
 
     def observes(self):
