@@ -205,9 +205,9 @@ class World:
         self.adapters.digests[number] = content
         self.adapters.news.add(number)
 
-    def add(self, name, text, blocks, hit=0, by_group=None, lora=None):
-        """lora: number of its adapter."""
-        self.requests[name] = Request(list(text), list(blocks), hit)
+    def add(self, name, text, blocks, hit=0, by_group=None, lora=None, **about):
+        """lora: number of its adapter. about: of the Request."""
+        self.requests[name] = Request(list(text), list(blocks), hit, **about)
         new = SimpleNamespace(req_id=name, num_computed_tokens=hit, mm_features=[])
         new.lora_request = lora and LoRARequest("acme", lora, "/a")
         new.block_ids = by_group or [list(blocks)] * self.num_groups

@@ -5,6 +5,7 @@ or none. Loads: test_audit_loads.py."""
 
 import itertools
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -117,8 +118,7 @@ def test_a_hit_in_the_step_that_writes_it_is_no_finding():
 def test_a_request_of_which_the_scheduler_could_say_nothing_is_unknown():
     """Its salt may be another one: what it finds is no finding, and is counted."""
     world = prefilled(can_say=False)
-    world.add("b", OTHER[:4] + TEXT[4:9], [1, 2, 6], hit=8)
-    assert world.step(b=1) == []
+    assert world.runs("b", OTHER[:4] + TEXT[4:9], [1, 2, 6], hit=8) == []
     assert world.counts("unverified") == (8,)
 
 
@@ -158,79 +158,51 @@ def test_a_block_may_be_another_requests_below_the_window_only(window):
     assert fields(found, "kind owner writer") == expected
 
 
-def test_a_load_that_failed_sends_a_request_back():
+@pytest.mark.parametrize(("positions", "unverified"), [((4, 0), 0), ((6,), 2)])
+def test_a_load_that_failed_sends_a_request_back(positions, unverified):
+    """Its identity is still known, so that a hit on it can be verified, but for the
+    rest of a block that it goes back into."""
     world = prefilled()
-    for position in (4, 0):
+    for position in positions:
         world.requests["a"].computed = position
         assert world.step(a=10 - position) == []
     assert decode(world) == []
-    # Its identity is still known: a hit on it can be verified.
     assert world.runs("c", TEXT[:9], [1, 2, 11], hit=8) == []
-    assert world.counts("unverified") == (0,)
-
-
-def test_the_text_of_a_request_that_goes_back_into_a_block_is_not_known_any_more():
-    world = prefilled()
-    world.requests["a"].computed = 6
-    assert world.step(a=4) == []
-    assert world.runs("c", TEXT[:9], [1, 2, 11], hit=8) == []
-    assert world.counts("unverified") == (2,)
-
-
-def opaque(**work):
-    """A request whose text is not known; what a step does for it."""
-    world = World()
-    world.add("a", TEXT[:7], [1, 2, 3])
-    world.requests["a"].is_opaque = True
-    assert world.step(a=Work(7, **work)) == []
-    return world
+    assert world.counts("unverified") == (unverified,)
 
 
 @pytest.mark.parametrize("is_opaque", [False, True])
 def test_what_an_opaque_text_takes_over_is_unverified(is_opaque):
     """From a text that is known, or another that is not; or a rejected draft."""
     world = World()
-    world.add("a", TEXT[:9], [1, 2, 3])
-    world.requests["a"].is_opaque = is_opaque
-    assert world.step(a=Work(9, (77,), 0)) == []
-    world.add("b", OTHER[:9], [1, 2, 4], hit=8)
-    world.requests["b"].is_opaque = True
-    assert world.step(b=1) == []
+    about = {"rejected": (77,), "is_opaque": is_opaque}
+    assert world.runs("a", TEXT[:9], [1, 2, 3], **about) == []
+    assert world.runs("b", OTHER[:9], [1, 2, 4], hit=8, is_opaque=True) == []
     assert world.counts("unverified") == (8,)
-    world.add("c", OTHER[:12], [1, 2, 3], hit=11)
-    world.requests["c"].is_opaque = True
-    assert world.step(c=1) == []
+    assert world.runs("c", OTHER[:12], [1, 2, 3], hit=11, is_opaque=True) == []
     assert world.counts("unverified") == (8 + 11,)
 
 
 # --- images ---------------------------------------------------------------------------
 
 
-def with_image(world, name, identifier, blocks, text=TEXT, where=(2, 4), **kwargs):
-    """A request with an image at these positions comes; what is found in its step."""
-    world.add(name, text[:9], blocks, **kwargs)
-    world.requests[name].images = ((identifier, *where),)
-    return world.step(**{name: 9 - world.requests[name].computed})
-
-
 @pytest.mark.parametrize(
-    ("identifier", "where", "position"),
+    ("image", "position"),
     [
-        ("red", (2, 4), None),
-        ("blue", (2, 4), 2),
+        (("red", 2, 4), None),
+        (("blue", 2, 4), 2),
         # The same image elsewhere; and one that ends elsewhere.
-        ("red", (3, 4), 2),
-        ("red", (2, 5), 6),
+        (("red", 3, 4), 2),
+        (("red", 2, 5), 6),
     ],
 )
-def test_a_text_with_an_image_is_that_texts_with_that_image(
-    identifier, where, position
-):
+def test_a_text_with_an_image_is_that_texts_with_that_image(image, position):
     """A finding for the first slot of each block that is another's; nothing is left
     unverified."""
     world = World()
-    assert with_image(world, "a", "red", [1, 2, 3]) == []
-    found = with_image(world, "b", identifier, [1, 2, 4], where=where, hit=8)
+    red = [("red", 2, 4)]
+    assert world.runs("a", TEXT[:9], [1, 2, 3], images=red) == []
+    found = world.runs("b", TEXT[:9], [1, 2, 4], hit=8, images=[image])
     positions = [] if position is None else sorted({position, max(position, N)})
     expected = [("wrong_prefix", p, "b", "a") for p in positions]
     assert fields(found, "kind position owner writer") == expected
@@ -248,15 +220,15 @@ def test_another_image_is_written_to_a_slot_and_need_not_change_every_layer():
     for name in ("red", "blue"):
         (earlier,) = world.requests
         world.finish(earlier)
-        world.add(name, TEXT[:9], [1, 2, 3])
-        world.requests[name].images = ((name, 2, 4),)
+        world.add(name, TEXT[:9], [1, 2, 3], images=[(name, 2, 4)])
         found = world.step(**{name: 9}, skip=lambda layer, slot: slot in image)
         expected = [("missing_write", p) for p in range(2, 6)]
         assert fields(found, "kind position") == expected * (name == "red")
 
 
 def test_bytes_of_an_opaque_text_are_watched_for_others():
-    world = opaque()
+    world = World()
+    assert world.runs("a", TEXT[:7], [1, 2, 3], is_opaque=True) == []
     world.finish("a")
     world.spoil(0, 1 * N + 2)
     found = world.runs("b", TEXT[:5], [1, 4], hit=4)
@@ -264,7 +236,10 @@ def test_bytes_of_an_opaque_text_are_watched_for_others():
 
 
 def test_a_block_of_an_opaque_text_with_a_rejected_draft_is_handed_on():
-    found = opaque(drafts=(77,)).hand_on([[1, 2]])
+    world = World()
+    about = {"rejected": (77,), "is_opaque": True}
+    assert world.runs("a", TEXT[:7], [1, 2, 3], **about) == []
+    found = world.hand_on([[1, 2]])
     assert fields(found, "kind slot position") == [("handed_on", 2 * N + 3, 7)]
 
 
@@ -360,8 +335,7 @@ def test_a_hit_on_blocks_of_other_weights():
     ]
     text = world.requests["b"].text[:12]
     world.finish("b", "c")
-    world.add("d", [*text, 8], [4, 5, 6, 12], hit=12)
-    found = world.step(d=1)
+    found = world.runs("d", [*text, 8], [4, 5, 6, 12], hit=12)
     assert fields(found, "kind slot") == [
         ("stale_weights", block * N) for block in (4, 5, 6)
     ]
@@ -373,11 +347,9 @@ def test_a_hit_on_blocks_of_other_weights():
     # What is computed now is right, and then the first weights come back.
     assert world.runs("e", OTHER[10:20], [13, 14, 15]) == []
     world.finish("d", "e")
-    world.add("f", OTHER[10:20], [13, 14, 15], hit=8)
-    assert world.step(f=2) == []
+    assert world.runs("f", OTHER[10:20], [13, 14, 15], hit=8) == []
     world.weights = Weights()
-    world.add("g", TEXT[:9], [1, 2, 11], hit=8)
-    assert world.step(g=1) == []
+    assert world.runs("g", TEXT[:9], [1, 2, 11], hit=8) == []
 
 
 def test_a_preempted_request_is_of_the_weights_of_then():
@@ -391,17 +363,11 @@ def test_a_preempted_request_is_of_the_weights_of_then():
         num_computed_tokens=[4],
         resumed_req_ids={"a"},
     )
-    make = world._scheduled
-
-    def scheduled(works):
-        found = make(works)
-        found.scheduled_cached_reqs = resumed
-        return found
-
-    world._scheduled = scheduled
+    scheduled = world._scheduled({})
+    scheduled.scheduled_cached_reqs = resumed
     world.requests["a"].computed, world.requests["a"].blocks = 4, [1, 2, 11]
-    assert fields(world.step(a=6), "kind slot") == [("stale_weights", N)]
-    world._scheduled = make
+    with patch.object(world, "_scheduled", return_value=scheduled):
+        assert fields(world.step(a=6), "kind slot") == [("stale_weights", N)]
     assert world.step(a=2) == []
 
 
@@ -466,8 +432,7 @@ def test_a_request_in_flight_across_a_change_of_its_adapter(is_behind_plan):
     """It keeps its identity; so its adapter's first content does not come back under
     the old one, as its blocks hold both."""
     world = with_adapter()
-    world.add("b", OTHER[:6], [4, 5, 6], lora=1)
-    assert world.step(b=6) == []
+    assert world.runs("b", OTHER[:6], [4, 5, 6], lora=1) == []
     change = world.loading.__setitem__ if is_behind_plan else world.load
     change(1, B)
     assert world.step(b=2) == []
@@ -501,9 +466,6 @@ def test_an_adapter_that_comes_back_before_a_step_was_not_away():
     assert world.audit.requests.num_adapter_changes == 2
 
 
-IMAGES = (("red", 2, 3),)
-
-
 @pytest.mark.parametrize(("accepted", "is_undone"), [(0, False), (0, True), (2, False)])
 @pytest.mark.parametrize("hit", [0, 8])
 def test_another_seed_behind_the_plan_is_as_good_as_one_before(
@@ -521,8 +483,8 @@ def test_another_seed_behind_the_plan_is_as_good_as_one_before(
         world.add("b", OTHER[:6], [4, 5, 6], lora=2)
         world.loading = {2: "other"}
         assert world.step(b=6) == []
-        world.add("c", TEXT[:10], [1, 2, 11, 12], hit=hit, lora=1)
-        world.requests["c"].images = IMAGES
+        about = {"lora": 1, "images": [("red", 2, 3)]}
+        world.add("c", TEXT[:10], [1, 2, 11, 12], hit=hit, **about)
         if loads_late:
             world.loading = {1: B}
         else:
@@ -705,9 +667,8 @@ def test_what_a_failed_step_left_behind_is_not_believed():
     world.finish("a")
     world.add("c", [*TEXT[:4], 91], [1, 2, 3])
     assert world.step(c=4) == []
-    resolve, world.audit.resolve = world.audit.resolve, lambda *_, **__: None
-    world.step(c=Work(1, (92,), 0))
-    world.audit.resolve = resolve
+    with patch.object(world.audit, "resolve"):
+        world.step(c=Work(1, (92,), 0))
     # Another token after all, which is the one that was there before.
     world.requests["c"].computed = 4
     world.requests["c"].text[4] = TEXT[4]
@@ -720,9 +681,8 @@ def test_what_a_request_found_is_looked_at_behind_a_step_that_failed():
     world = filling()
     world.fill(OTHER[:8])
     world.add("b", [*OTHER[:8], 7], [1, 2, 3], hit=8)
-    resolve, world.audit.resolve = world.audit.resolve, lambda *_, **__: None
-    world.step(b=1)
-    world.audit.resolve = resolve
+    with patch.object(world.audit, "resolve"):
+        world.step(b=1)
     world.requests["b"].computed = 8
     assert world.step(b=1) == []
     assert world.counts("unverified") == (8,)

@@ -72,9 +72,7 @@ def test_a_load_for_an_opaque_text(loads):
     """It is not what was in its blocks before; from here on it is watched."""
     world = filling(loads)
     world.fill(OTHER[:8])
-    world.add("b", OTHER[:9], [1, 2, 3], hit=8)
-    world.requests["b"].is_opaque = True
-    assert world.step(b=1) == []
+    assert world.runs("b", OTHER[:9], [1, 2, 3], hit=8, is_opaque=True) == []
     assert world.counts("unverified") == (8,)
     assert world.hand_on([[1, 2]]) == []
     world.spoil(0, 1 * N + 1)
@@ -85,8 +83,7 @@ def test_an_opaque_text_shares_blocks_with_one_that_is_known():
     """Where any of them may have been loaded, they match any text from then on."""
     world = World(loads=Loads.UNKNOWN)
     assert world.runs("a", TEXT[:9], [1, 2, 3]) == []
-    world.add("b", TEXT[:9], [1, 2, 4], hit=8)
-    world.requests["b"].is_opaque = True
+    world.add("b", TEXT[:9], [1, 2, 4], hit=8, is_opaque=True)
     assert world.step(a=0, b=1) == []
 
 
@@ -284,8 +281,7 @@ def test_a_draft_that_is_rejected_is_no_part_of_a_tail():
     world = World(loads=Loads.UNKNOWN, num_digests=4)
     world.audit.outbox.begin_handover = lambda *_: Handover.GIVES
     blocks = world.filled()
-    world.add("a", TEXT[:5], [1, 2])
-    assert world.step(a=5) == []
+    assert world.runs("a", TEXT[:5], [1, 2]) == []
     blocks.clear()
     assert world.step(a=Work(1, (31, 32), 1)) == []
     text = world.requests["a"].text
@@ -340,9 +336,7 @@ def test_what_there_is_no_room_for_is_written_nowhere(monkeypatch):
 def test_an_opaque_text_has_no_digest_of_its_own():
     world = World(loads=Loads.UNKNOWN, num_digests=4)
     blocks = world.filled()
-    world.add("a", TEXT[:4], [1])
-    world.requests["a"].is_opaque = True
-    assert world.step(a=4) == []
+    assert world.runs("a", TEXT[:4], [1], is_opaque=True) == []
     ((head, _),) = blocks
     assert (head[0], head[-1]) == (0, 0)
 

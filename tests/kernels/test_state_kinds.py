@@ -418,23 +418,19 @@ REFUSED = {
     f"the convolution of layer {LAYER} keeps 3 inputs; expected 7": {
         "shapes": [((WIDTH - 1, CHANNELS), torch.bfloat16), MATRIX]
     },
+    "PLE_SHORT_CONV_ATTN is not followed, only GDN_ATTN": {
+        "backend": "PLE_SHORT_CONV_ATTN",
+        "shapes": [CONV],
+    },
 }
 
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_is_refused_says_why(reason):
-    runner = a_runner("MAMBA2_ATTN", **REFUSED[reason])
+    runner = a_runner(**{"backend": "MAMBA2_ATTN"} | REFUSED[reason])
     (group,) = states.groups_of(runner)
     assert group.refusal.startswith(reason)
     assert not group.states
-
-
-def test_a_kind_that_is_not_known_is_refused_by_its_name():
-    runner = a_runner("PLE_SHORT_CONV_ATTN", shapes=[CONV])
-    (group,) = states.groups_of(runner)
-    assert group.refusal.startswith(
-        "PLE_SHORT_CONV_ATTN is not followed, only GDN_ATTN"
-    )
 
 
 @pytest.mark.parametrize("metadata", [{LAYER: SimpleNamespace()}, [{}], None])

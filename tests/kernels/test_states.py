@@ -521,22 +521,6 @@ def test_a_window_that_reads_no_state(device, what):
     assert fields(found, f"{named} column") == [(one, *about) for one in states]
 
 
-def test_a_chunk_that_starts_from_nothing(device):
-    world = World(device, SHAPES["plain"])
-    world.add("a")
-    assert world.step({"a": Work((1, 2, 3, 4))}) == []
-
-    def none_has(metadata):
-        metadata[0].has_state = torch.tensor([False])
-        metadata[0].num_decodes = 0
-
-    found = world.step({"a": Work((5, 6))}, none_has)
-    assert (
-        fields(found, "kind group num_layers position")
-        == [("state_lost", 10, 2, 4)] * 2
-    )
-
-
 @pytest.mark.sanitizer
 def test_a_single_state_with_rejected_drafts_in_it(device):
     world = World(device, SHAPES["plain"])

@@ -83,6 +83,8 @@ class World:
         return json.loads(self.path.read_text())
 
     def explained(self, capsys):
+        """What is printed of the file that the findings make it write."""
+        self.recorder.found()
         assert explain.main([str(self.path)]) == 0
         return capsys.readouterr().out
 
@@ -241,7 +243,6 @@ def test_a_worker_in_another_thread_has_no_signal(tmp_path):
 
 def test_what_lies_between_a_write_and_a_finding_is_named(tmp_path, capsys):
     world = story(tmp_path, finding(step=6))
-    world.recorder.found()
     said = world.explained(capsys)
     assert "1. changed in step 6: bytes are no longer those that were committed" in said
     assert "Who: b reads it, and a wrote it last, in step 3." in said
@@ -263,7 +264,6 @@ def test_weights_of_both_sides_are_named(tmp_path, capsys):
     weights = {"written": about, "present": about | {"epoch": 1, "label": "step-2"}}
     one = replace(finding("stale_weights", 4, "b", ("a", 2), 8), weights=weights)
     world = story(tmp_path, one)
-    world.recorder.found()
     said = world.explained(capsys)
     texts = "epoch 0, adapter acme (a6c1)", "epoch 1 (step-2), adapter acme (a6c1)"
     assert f"Weights: it has {texts[0]}, and the request {texts[1]}." in said
@@ -272,7 +272,6 @@ def test_weights_of_both_sides_are_named(tmp_path, capsys):
 
 def test_a_request_that_was_never_given_the_block_is_named(tmp_path, capsys):
     world = story(tmp_path, finding("wrong_prefix", block=4, owner="c", step=8))
-    world.recorder.found()
     assert (
         "Conclusion: by the scheduler's output b had this block in step 8, and c did "
         "not: the block table or the slots of c are wrong." in world.explained(capsys)
@@ -284,7 +283,6 @@ def test_nothing_in_between_is_said_too(tmp_path, capsys):
     world = story(tmp_path, finding(owner="b", writer=("b", 6), step=6))
     world.findings += [finding(step=8), finding(block=99, owner=None, writer=(None, 0))]
     world.step(9)
-    world.recorder.found()
     said = world.explained(capsys)
     first, other = said.split("\n\n")[1:]
     assert "b reads it, and itself wrote it last, in step 6." in first
@@ -301,7 +299,6 @@ def test_what_the_file_does_not_reach_is_said(tmp_path, capsys):
     world.step(1, [("a", [7], 0)])
     for number in range(2, NUM_STEPS + 10):
         world.step(number, (), [("a", None, number, False)])
-    world.recorder.found()
     said = world.explained(capsys)
     assert (
         "itself wrote it last, in step 1, before those in this file (from 10)" in said

@@ -98,12 +98,12 @@ class Run:
         for name in (*resumed, *(new.req_id for new in step.scheduled_new_reqs)):
             found = self.truth(name, expected[name].start)
             self.is_mixed[name] = len(set(found)) > 1
-        self.in_flight.append((step, output))
+        self.in_flight.append((step, output, self.weights))
         return step
 
     def process(self) -> list[Any]:
         """Outputs of the oldest step in flight."""
-        step, output = self.in_flight.popleft()
+        step, output, self.computed_by = self.in_flight.popleft()
         registration = Registration(self._committed)
         self.commits = []
         with pytest.MonkeyPatch.context() as patch:
@@ -143,6 +143,7 @@ class Run:
         for commit in step if self.scheduler.nwor_versions else ():
             name = commit.request_id
             truth = self.truth(name, commit.end)
+            assert commit.weights == self.computed_by
             assert epochs(kv_versions(name)) == truth, commit
             assert commit.found == () or epochs(commit.found) == truth[: commit.start]
             self.is_mixed[name] = len(set(truth)) > 1
