@@ -108,11 +108,13 @@ def test_blocks_that_are_zeroed_and_loaded_in_one_step():
     assert world.counts("unverified") == (8,)
 
 
-@pytest.mark.parametrize("loads", [Loads.KNOWN, Loads.UNKNOWN])
-def test_drafts_behind_what_was_loaded_into_their_block(loads):
+@pytest.mark.parametrize("source", ["nobody", "the scheduler", "the connector"])
+def test_drafts_behind_what_was_loaded_into_their_block(source):
     """A load fills whole blocks: what is undone there is what it brought, not what the
     slots held when they were last looked at."""
+    loads = Loads.KNOWN if source == "the connector" else Loads.UNKNOWN
     world = filling(loads, is_undone=True)
+    world.can_say = source != "nobody"
     world.fill(OTHER[:8])
     assert world.runs("b", OTHER[:7], [1, 2, 3], hit=6, rejected=(77,)) == []
     assert decode(world) == []
