@@ -168,13 +168,18 @@ def test_what_a_load_brought_and_nobody_compared_is_not_known(kind):
 
 
 def test_a_load_of_what_nobody_knew_to_be_there_is_no_finding():
-    """Another request has had the block meanwhile, and did not write that far."""
-    world = filling(Loads.UNKNOWN, is_undone=True)
-    assert world.runs("b", [91], [1], rejected=(77,)) == []
+    """The block was another group's; a draft is undone there, so that its bytes are
+    known, but not of which token they are."""
+    world = World(loads=Loads.KNOWN, is_undone=True, num_groups=2)
+    world.add("a", TEXT[:4], [1], by_group=[[], [1]])
+    assert world.step() == []
+    world.finish("a")
+    world.runs("b", [91], [1], rejected=(77,), by_group=[[1], []])
     world.finish("b")
-    world.fill(TEXT[:4])
-    world.local = {"c": 0}
-    assert world.runs("c", TEXT[:5], [1, 3], hit=4) == []
+    world.transfers([[1], []], fills=True)
+    world.fill(TEXT[:1])
+    found = world.runs("c", TEXT[:5], [1, 3], hit=4, by_group=[[1, 3], []])
+    assert [finding for finding in found if finding.group == 0] == []
 
 
 @pytest.mark.parametrize("source", ["nobody", "the scheduler", "the connector"])
