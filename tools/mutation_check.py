@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -130,11 +130,15 @@ def applied(mutation: Mutation, tree: Path) -> Iterator[None]:
 
 
 def try_all(
-    mutations: Sequence[Mutation], tree: Path, run_tests: Callable[[Path], TestRun]
+    mutations: Sequence[Mutation],
+    tree: Path,
+    run_tests: Callable[..., TestRun],
+    earlier: Mapping[str, Sequence[str]],
 ) -> Iterator[dict[str, Any]]:
     """Tests the mutations in `tree`, one after another. Yields the outcome of each:
-    "caught" (by `tests`, the first to fail), "survived" or "error". Raises
-    MutationError at the start if one does not apply or the tests do not pass.
+    "caught" (by `tests`, the first to fail), "survived" or "error". earlier: the tests
+    that caught a mutation before are the first to run. Raises MutationError at the
+    start if one does not apply or the tests do not pass.
     """
     for mutation in mutations:
         with applied(mutation, tree):
@@ -145,7 +149,7 @@ def try_all(
     for mutation in mutations:
         started = time.perf_counter()
         with applied(mutation, tree):
-            run = run_tests(tree)
+            run = run_tests(tree, first=earlier.get(mutation.name, ()))
         yield mutation._asdict() | {
             "outcome": "error" if run.error else "caught" if run.failed else "survived",
             "tests": list(run.failed),
@@ -181,9 +185,11 @@ def run_python(tree: Path, *arguments: str, **env: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def build_and_test(tree: Path, tests: Sequence[str], cuda: str | None) -> TestRun:
-    """Builds the native library in `tree` and runs TESTS or SELFTEST. cuda: "build"
-    keeps the library, by a hash of its sources; "run" uses that one."""
+def build_and_test(
+    tree: Path, tests: Sequence[str], cuda: str | None, first: Sequence[str] = ()
+) -> TestRun:
+    """Builds the native library in `tree` and runs TESTS or SELFTEST, `first` before
+    them. cuda: "build" keeps the library, by a hash of its sources; "run" uses it."""
     library = tree / "vllm/v1/nwor/_nwor_C.so"
     code = b"".join(path.read_bytes() for path in sorted(tree.glob("csrc/nwor/**/*.*")))
     kept = ROOT / "build/cuda-mutations" / f"{hashlib.sha256(code).hexdigest()}.so"
@@ -195,7 +201,11 @@ def build_and_test(tree: Path, tests: Sequence[str], cuda: str | None) -> TestRu
     if cuda:
         source, to = (library, kept) if cuda == "build" else (kept, library)
         write_whole(to, source.read_bytes())
-    return TestRun() if cuda == "build" else run_tests(tree, tests)
+    if cuda == "build":
+        return TestRun()
+    if first and tests != SELFTEST and (run := run_tests(tree, first)).failed:
+        return run
+    return run_tests(tree, tests)
 
 
 def run_tests(tree: Path, tests: Sequence[str]) -> TestRun:
@@ -225,33 +235,35 @@ def main() -> int:
     chosen = [one for one in chosen if one.selftest >= args.selftest]
     chosen = [one for one in chosen if one.file.endswith(".cu") == bool(args.cuda)]
     run = partial(build_and_test, tests=tests, cuda=args.cuda)
+    part = "selftest" if args.selftest else "cuda" if args.cuda else None
+    is_known = args.json is not None and args.json.exists()
+    known = json.loads(args.json.read_text()) if is_known else {}
+    of_before = (known.get(part, {}) if part else known).get("mutations", [])
+    earlier = {one["name"]: one["tests"] for one in of_before}
     outcomes: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="nwor-mutation-") as folder:
         copy_tree(Path(folder))
         device = "cuda" if args.cuda == "run" else "cpu"
         of_the_copy = environment.describe(device, ROOT)  # the checkout may change
-        found = try_all(chosen, Path(folder), run)
+        found = try_all(chosen, Path(folder), run, earlier)
         if args.cuda == "build":
             sys.exit("".join(one["error"] for one in found) or 0)
+        command = " ".join(["python tools/mutation_check.py", *sys.argv[1:]])
+        result = {**of_the_copy, "command": command, "tests": tests}
         for one in found:
             outcomes.append(one)
             what = one["error"] or ", ".join(one["tests"])
             print(f"{one['name']}: {one['outcome']} {what}", flush=True)
+            if args.only is not None and of_before:  # the others stay as they were
+                one |= of_the_copy
+                others = [one if o["name"] == args.only else o for o in of_before]
+                result = (known[part] if part else known) | {"mutations": others}
+            else:
+                result["mutations"] = outcomes
+            if args.json is not None:
+                write_json(args.json, known | ({part: result} if part else result))
     caught = sum(one["outcome"] == "caught" for one in outcomes)
     print(f"{caught} of {len(outcomes)} mutations caught")
-    if args.json is not None:
-        command = " ".join(["python tools/mutation_check.py", *sys.argv[1:]])
-        result = {**of_the_copy, "command": command}
-        result |= {"tests": tests, "mutations": outcomes}
-        known = json.loads(args.json.read_text()) if args.json.exists() else {}
-        part = "selftest" if args.selftest else "cuda" if args.cuda else None
-        if args.only is not None and known:  # the others stay as they were found
-            whole = known[part] if part else known
-            one = outcomes[0] | of_the_copy
-            others = whole["mutations"]
-            named = [one if old["name"] == args.only else old for old in others]
-            result = whole | {"mutations": named}
-        write_json(args.json, known | ({part: result} if part else result))
     return 0 if caught == len(outcomes) else 1
 
 
