@@ -61,20 +61,15 @@ extern "C" AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t
 }
 
 int main() {
-  for (const int64_t grain : {2, 100}) {
-    std::atomic<int> num_pieces{0};
-    try {
-      nwor::parallel_for(8, grain, [&](int64_t, int64_t) {
-        ++num_pieces;
-        throw std::bad_alloc();
-      });
-      return 1;
-    } catch (const std::exception& error) {
-      if (error.what() != std::string("std::bad_alloc")) {
-        return 4;
-      }
-    }
-    if (num_pieces != (grain == 2 ? 4 : 1)) {
+  std::atomic<int> num_pieces{0};
+  try {
+    nwor::parallel_for(8, 2, [&](int64_t, int64_t) {
+      ++num_pieces;
+      throw std::bad_alloc();
+    });
+    return 1;
+  } catch (const std::exception& error) {
+    if (num_pieces != 4 || error.what() != std::string("std::bad_alloc")) {
       return 2;
     }
   }
@@ -83,24 +78,6 @@ int main() {
   return sum == 0 + 2 + 2 + 4 + 4 + 6 + 6 + 8 ? 0 : 3;
 }
 """
-# The symbols of Python that it uses: all are in the stable ABI of 3.11.
-PYTHON = {
-    *("PyCapsule_GetPointer", "PyErr_Occurred", "PyErr_SetString", "PyExc_ImportError"),
-    *("PyExc_RuntimeError", "PyImport_ImportModule", "PyLong_AsLongLong"),
-    *("PyModule_AddIntConstant", "PyModule_AddObject", "PyModule_AddStringConstant"),
-    *("PyModule_Create2", "PyObject_Free", "PyObject_GetAttrString"),
-    *("PyTuple_GetItem", "PyTuple_Size", "PyType_FromSpec", "PyType_GenericAlloc"),
-    *("_Py_Dealloc", "_Py_NoneStruct"),
-    *("PyDict_New", "PyDict_SetItemString", "PyLong_FromLongLong"),
-}
-
-
-def check(library: Path, checkout: Path) -> None:
-    """Every build uses the stable ABI only, and contains no path of this machine."""
-    command = ["nm", "--dynamic", "--undefined-only", "--format=just-symbols", library]
-    symbols = subprocess.check_output(command, text=True).split()
-    assert {name for name in symbols if name.startswith(("Py", "_Py"))} <= PYTHON
-    assert str(checkout).encode() not in library.read_bytes()
 
 
 @contextlib.contextmanager
@@ -136,7 +113,6 @@ def test_rebuild_compiles_only_what_changed_and_reports_failures(tmp_path):
         return library.stat().st_mtime_ns, library.read_bytes()
 
     assert rebuild()[0] == 0
-    check(library, tmp_path)
     first = state()
     assert rebuild()[0] == 0
     assert state() == first
@@ -206,7 +182,7 @@ def test_cuda_library(monkeypatch, tmp_path):
     native.build(tmp_path)
     library = tmp_path / native.LIBRARY
     assert b".nv_fatbin" in library.read_bytes()
-    check(library, ROOT)
+    assert str(ROOT).encode() not in library.read_bytes()
     # It must load where torch is a CPU build, too: one file serves both.
     command = [sys.executable, "-c", LOAD, library]
     loaded, *said = subprocess.check_output(command, text=True).splitlines()

@@ -1,26 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of the GPU tests that need no engine: the matrix covers every pair, the byte
-oracle reports each kind of violation on a V2 runner made up here, and an engine that
-hangs or dies does not stop the others. tests/integration/test_gpu_harness.py has real
-engines, on V1, and verdicts.
+oracle reports violations on a V2 runner made up here.
+tests/integration/test_gpu_harness.py has real engines, on V1, and verdicts.
 """
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
-from benchmarks import environment, records
 
-from tests.gpu import engines, results
-from tests.gpu.pool import Pool
+from tests.gpu import engines
 from tests.helpers.oracle import Watch
 from vllm_nwor.ops import SAVED_COLUMNS
 
@@ -114,13 +106,12 @@ def runner():
     return Runner()
 
 
-def watched(runner: Any, num_steps: int = 1, **scheduled: Any) -> dict[str, Any]:
-    """scheduled: of vLLM's SchedulerOutput."""
+def watched(runner: Any, num_steps: int = 1) -> dict[str, Any]:
     oracle = Watch(runner)
     oracle.start(seed=1)
-    scheduled |= {"num_scheduled_tokens": {"one": 4}}
+    scheduled = SimpleNamespace(num_scheduled_tokens={"one": 4})
     for _ in range(num_steps):
-        runner.execute_model(SimpleNamespace(**scheduled))
+        runner.execute_model(scheduled)
         runner.sample(None, runner.batch, None)
         runner.context["draft.0"].write([5, 6], 9.0)
     return oracle.stop()
@@ -230,80 +221,3 @@ def test_oracle_knows_what_a_seat_holds(runner, kind):
     assert set(seen["violations_by_kind"]) == {kind} - {""}, seen
     assert seen["num_present_rows"] == 3 * 2
     assert (seen["num_staged_slots"], seen["num_logged_slots"]) == (2 * 2, 0)
-
-
-@pytest.mark.parametrize("block", [3, 4])
-@pytest.mark.parametrize("comes", ["new", "cached"])
-def test_oracle_sees_a_shadow_block_that_a_request_is_given(runner, comes, block):
-    region = SimpleNamespace(num_real_blocks=4, block_size=BLOCK, num_seats=0)
-    runner.kv_cache_config.nwor_shadow = {0: region}
-    given = {
-        "new": {"scheduled_new_reqs": [SimpleNamespace(block_ids=([1, block],))]},
-        "cached": {
-            "scheduled_cached_reqs": SimpleNamespace(
-                new_block_ids=[None, ([], [block])]
-            )
-        },
-    }
-    seen = watched(runner, **given[comes])["violations"]
-    assert [(one["kind"], one["slots"]) for one in seen] == [
-        ("handed out", (block,))
-    ] * (block == 4)
-
-
-# -- processes and results -------------------------------------------------------------
-
-# In the place of Python, called with -m tests.gpu.process JOB ENGINE OUT MODELS.
-PROCESS = """#!/bin/sh
-echo "$VLLM_NWOR_MODE $VLLM_NWOR_STRICT $VLLM_NWOR_AUDIT"
-case $3 in
-hang) sleep 600 & echo $! >"$6/../pid"; wait ;;
-die) echo '{"finished": false}' >"$5"; echo worse; exit 3 ;;
-*) echo '{"finished": true}' >"$5" ;;
-esac
-"""
-
-
-def test_an_engine_that_hangs_is_stopped_with_all_that_it_started(
-    tmp_path, monkeypatch
-):
-    python = tmp_path / "python"
-    python.write_text(PROCESS)
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setenv("VLLM_NWOR_AUDIT", "not for the engines")
-    pool = Pool(tmp_path)
-    pool.limit_s = 3
-    spec = engines.MATRIX[0]
-    with ThreadPoolExecutor() as threads:
-        jobs = threads.map(pool.run, ("hang", "die", "end"), [spec] * 3, ["stage"] * 3)
-        hung, dead, well = (run.trouble for run in jobs)
-    assert hung == "stopped after 3 s\nstage always \n"
-    assert dead == "exit status 3\nstage always \nworse\n"
-    assert well == ""
-    deadline = time.monotonic() + 20
-    with contextlib.suppress(psutil.NoSuchProcess):
-        child = psutil.Process(int((tmp_path / "pid").read_text()))
-        while child.status() != psutil.STATUS_ZOMBIE:  # it may be on its way out
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-
-def test_a_step_is_kept_with_how_it_ended_and_what_pytest_counted(
-    tmp_path, monkeypatch
-):
-    for variable in (results.FOLDER_VARIABLE, "NWOR_WORK"):
-        monkeypatch.setenv(variable, str(tmp_path))
-    about = {"date": "today", "commit": "abc", "machine": {"cpu": "one"}}
-    about["versions"] = {"vllm": "0.26.0"}
-    monkeypatch.setattr(environment, "describe", lambda *_: about)
-    said = "2 failed, 3 passed, 4 skipped, 5 deselected in 61.20s (0:01:01)\n"
-    (tmp_path / "a.log").write_text(f"9 failed\n{said}1 failed\n")
-    (tmp_path / "b.log").write_text("killed\n")
-    results.save_verdicts("kernels ", "a=1", "b=137")
-    (line,) = records.read("programs", tmp_path)
-    assert line["command"] == "tools/gpu_run.sh kernels"
-    entry = line["found"]
-    assert entry["exit_status"] == {"a": 1, "b": 137}
-    assert entry["tests"]["a"] == {"failed": 2, "passed": 3, "skipped": 4}
-    assert set(entry["tests"]["b"].values()) == {0}

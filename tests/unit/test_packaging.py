@@ -111,10 +111,11 @@ def test_wheel_and_sdist_contain_exactly_the_package(wheel, unpacked, tmp_path):
 
 
 def test_the_wheel_runs_where_the_wheels_of_vllm_do(wheel, tmp_path):
-    """auditwheel knows which libstdc++ goes with which glibc. All other libraries come
-    with torch."""
+    """And with any Python from 3.11 on. auditwheel knows which libstdc++ goes with
+    which glibc. All other libraries come with torch."""
     auditwheel = (sys.executable, "-m", "auditwheel", "show", "--json")
     found = json.loads(run(*auditwheel, wheel))
+    run(sys.executable, "-m", "abi3audit", "--strict", wheel)
     assert wheel.name.endswith(f"-cp311-abi3-manylinux_2_28_{platform.machine()}.whl")
     (verdict,) = re.findall(r"manylinux_2_(\d+)_", found["sym_tag"])
     assert int(verdict) <= 28

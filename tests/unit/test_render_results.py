@@ -5,7 +5,6 @@ kernels are visible, and a range is not narrower than it should be."""
 import copy
 import re
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
@@ -49,14 +48,6 @@ def test_a_line_without_its_origin_is_refused_by_name(name, value, tmp_path):
     with pytest.raises(records.BadRecord, match=f"a.jsonl: {name} is {value!r}; must"):
         records.append(path, RECORD | {name: value})
     assert not path.exists()
-
-
-def test_lines_that_are_appended_at_once_are_all_there(tmp_path):
-    with ThreadPoolExecutor(8) as threads:
-        add = threads.map(records.append, [tmp_path / "a.jsonl"] * 40, [RECORD] * 40)
-        assert len(list(add)) == 40
-    lines = records.read("a", tmp_path)
-    assert lines == [RECORD | {"kernels": records.KERNELS}] * 40
 
 
 def test_the_newest_line_of_these_kernels_counts():
@@ -229,15 +220,6 @@ def test_documents_show_what_the_files_say(tmp_path, capsys):
     document.write_text(text.replace("costs", "gone"))
     assert render.main(options) == 2
     assert "there is no view 'gone'; views: audit, " in capsys.readouterr().err
-
-
-def test_the_picture_shows_no_trace():
-    *_, line = records.read("picture")
-    vanilla, nwor = line["runs"]["vllm"], line["runs"]["nwor"]
-    assert (vanilla["tokens"], vanilla["steps"]) == (nwor["tokens"], nwor["steps"])
-    cleaned = str.maketrans({"x": "o", "d": "."})
-    assert [row.translate(cleaned) for row in vanilla["slots"]] == nwor["slots"]
-    assert {"x", "d"} <= set("".join(vanilla["slots"]))
 
 
 def anchors(document):

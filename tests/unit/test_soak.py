@@ -7,10 +7,12 @@ in that one only. tests/e2e/test_serve.py has a short soak of a real server.
 
 import asyncio
 import copy
+import itertools
 import json
 import os
 import subprocess
 from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock
 
 import psutil
 import pytest
@@ -124,48 +126,33 @@ def test_exit_status_and_file_say_what_was_found(tmp_path, monkeypatch, num_fail
     assert {one["name"] for one in written["checks"]} == BAD.keys() == CHECKS
 
 
-class Stream(SimpleNamespace):
-    """An answer in chunks, of these reasons to finish."""
-
-    async def __aiter__(self):
-        for reason in self.reasons:
-            await asyncio.sleep(0.005)
-            yield SimpleNamespace(choices=[SimpleNamespace(finish_reason=reason)])
-
-    async def close(self):
-        pass
-
-
-class BrokenLoad(load.Load):
-    """Requests are answered here. broken: "status" (every fifth request fails),
-    "stream" (streams end without a reason), "probe" (answers change), or ""."""
-
-    def __init__(self, broken):
-        asked = {"concurrency": 4, "seed": 0, "vocab_size": None, "without": None}
-        args = SimpleNamespace(**asked, probe="loaded", probe_seconds=0.1)
-        super().__init__("http://127.0.0.1:1", "m", 512, args)
-        self.broken, self.count = broken, 0
-
-    async def _complete(self, prompt, max_tokens, stream=False, **options):
-        self.count += 1
-        if self.broken == "status" and self.count % 5 == 0:
-            raise OSError("500")
-        if stream:
-            return Stream(reasons=[None] * 7 + ["length"] * (self.broken != "stream"))
+async def chunks(reasons):
+    for reason in reasons:
         await asyncio.sleep(0.005)
-        answer = {"text": "a", "token_ids": [self.count * (self.broken == "probe")]}
-        choice = SimpleNamespace(model_dump=lambda include: answer)
-        return SimpleNamespace(choices=[choice])
+        yield SimpleNamespace(choices=[SimpleNamespace(finish_reason=reason)])
 
 
 @pytest.mark.parametrize("broken", ["", "status", "stream", "probe"])
-def test_failed_requests_and_changed_probes_are_counted(broken):
-    async def run():
-        done = BrokenLoad(broken)
-        await done.run(0.4)
-        return done
+def test_failed_requests_and_changed_probes_are_counted(broken, monkeypatch):
+    """Every fifth request fails; streams end without a reason; answers change."""
+    asked = {"concurrency": 4, "seed": 0, "vocab_size": None, "without": None}
+    asked |= {"probe": "loaded", "probe_seconds": 0.1}
+    done = load.Load("http://127.0.0.1:1", "m", 512, SimpleNamespace(**asked))
+    numbers = itertools.count(1)
 
-    done = asyncio.run(run())
+    async def complete(prompt, max_tokens, stream=False, **options):
+        number = next(numbers)
+        if broken == "status" and number % 5 == 0:
+            raise OSError("500")
+        if stream:
+            stream = chunks([None] * 7 + ["length"] * (broken != "stream"))
+            return Mock(close=AsyncMock(), __aiter__=lambda _: stream)
+        await asyncio.sleep(0.005)
+        answer = {"text": "a", "token_ids": [number * (broken == "probe")]}
+        return Mock(choices=[Mock(model_dump=lambda include: answer)])
+
+    monkeypatch.setattr(done, "_complete", complete)
+    asyncio.run(done.run(0.4))
     assert (done.num_failed > 0) == bool(done.failures) == (broken[:2] == "st")
     for probe in done.probes.values():
         assert (len(probe["outputs"]) > 1) == (broken == "probe")

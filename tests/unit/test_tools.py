@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -197,15 +196,3 @@ def test_an_image_that_is_not_as_documented_fails(wrong):
     assert not is_right
     assert said != "served"
     assert image.outcome({"user": "2000"}) == (True, "built")
-
-
-def test_an_image_leaves_no_process(tmp_path):
-    """Not even one whose parent has ended, in a session of its own."""
-    pid, begin = tmp_path / "pid", "from tools import image; image.adopt_orphans(); "
-    start = f"setsid bash -c 'echo $$ > {pid}; exec sleep 600' & sleep 0.2"
-    code = f"import subprocess; {begin}subprocess.run(['bash', '-c', {start!r}]); "
-    done = subprocess.run(
-        [sys.executable, "-c", code + "image.end_orphans()"], cwd=ROOT, timeout=60
-    )
-    assert done.returncode == 0
-    assert not Path("/proc", pid.read_text().strip()).exists()
