@@ -195,7 +195,7 @@ def test_undone_drafts_are_reported_by_group(what):
     settings, fails, expected = UNDONE[what]
     world = World(True, False, fails=fails, strictness=Strict.NEVER, **settings)
     world.run()
-    found = [world.manager.undone(gid) for gid in range(3)]
+    found = [world.step.undone(gid) for gid in range(3)]
     assert [
         "windows" if of.staged is not None else "all" if of.is_undone else "none"
         for of in found

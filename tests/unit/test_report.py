@@ -27,7 +27,7 @@ from vllm_nwor.hooks import runner as hooks
 from vllm_nwor.hooks import runner_v1, runner_v2, states
 from vllm_nwor.metrics import GroupInfo
 from vllm_nwor.ops import COUNTER_COLUMNS
-from vllm_nwor.step import NumRejected, Observer, Undone
+from vllm_nwor.step import NumRejected, Observer
 from vllm_nwor.transaction import build
 from vllm_nwor.transaction.counters import MAX_UNREAD, Report
 from vllm_nwor.transaction.observer import Transaction
@@ -304,49 +304,6 @@ class RunnerV1:
         )
 
 
-class Looking:
-    """An observer that records block tables and slots at each moment."""
-
-    def __init__(self, runner):
-        self.runner, self.seen = runner, []
-        names = (*hooks.INWARDS, *hooks.OUTWARDS)
-        calls = {name: partial(self.look, name) for name in names}
-        # One with `blocks_transferred` has vLLM's connector asked.
-        calls |= {"sampled": self.sampled, "blocks_transferred": None}
-        self.observer = Observer("audit", every_step=True, **calls)
-
-    def look(self, name, *_):
-        self.seen.append((name, self.runner.look(), self.runner.manager.state))
-
-    def sampled(self, step, acceptance):
-        self.look("sampled")
-        self.undone, self.acceptance = step.undone(0), acceptance
-
-
-@pytest.mark.parametrize("num_drafts", [3, 0])
-def test_the_audit_sees_tables_before_shadow_blocks_and_the_cache_after_commit(
-    num_drafts,
-):
-    """The step says what the transaction undid in it."""
-    runner = Runner(True)
-    runner.batch.num_draft_tokens = num_drafts
-    audit = Looking(runner)
-    runner.nwor_state = hooks.RunnerState([audit.observer, runner.transaction])
-
-    runner.execute(runner.prepare)
-    payload, _ = runner.sample_tokens(runner.sample)
-
-    idle = REAL, State.IDLE
-    # before_forward is not called if all drafts are in shadow blocks.
-    before = [] if num_drafts else ["before_forward"]
-    names = "step_started", "tables_final", *before, "sampled", "payload"
-    assert audit.seen == [(name, *idle) for name in (*names, "output_ready")]
-    assert (audit.acceptance is None) is (num_drafts == 0)
-    assert audit.undone.is_undone is (num_drafts > 0)
-    assert num_drafts or audit.undone == Undone()
-    assert (payload is not None) is (num_drafts > 0)
-
-
 def forward_v1(wrapped, runner, args, kwargs):
     context = SimpleNamespace(attn_metadata={})
     with patch.object(runner_v1, "get_forward_context", lambda: context):
@@ -397,11 +354,14 @@ def hooks_of_a_step(is_v2, num_drafts):
 def named(name, calls, every_step=True):
     """An observer that adds its name and each moment to `calls`."""
 
-    def note(moment):
-        return lambda *_: calls.append((name, moment))
+    def note(moment, *given):
+        calls.append((name, moment))
+        if moment == "sampled":
+            step, acceptance = given
+            assert (acceptance is None) is (step.num_drafts == 0)
 
     moments = {*hooks.INWARDS, *hooks.OUTWARDS} - {"blocks_transferred"}
-    notes = {moment: note(moment) for moment in moments}
+    notes = {moment: partial(note, moment) for moment in moments}
     return Observer(name, every_step, **notes)
 
 
