@@ -257,12 +257,6 @@ def test_a_first_look_that_fails_forgets_nothing(monkeypatch):
     assert core.epoch() == 0
 
 
-def test_one_rank_is_enough():
-    core = Core()
-    core.rpc("receive", write(2, 1))
-    assert core.epoch() == 1
-
-
 def test_a_load_in_this_process_needs_no_rpc():
     core = Core()
     for model in core.models:
@@ -270,7 +264,7 @@ def test_a_load_in_this_process_needs_no_rpc():
     assert (core.epoch(), core.changes) == (1, ["load_weights"])
     core.rpc("reload_weights", lambda core: core.models[0].load_weights([]))
     assert (core.epoch(), core.changes) == (1, [])  # the same bytes
-    core.rpc("reload_weights", write(9))
+    core.rpc("reload_weights", write(9, 1))  # one rank is enough
     core.models[0].load_weights([])
     assert (core.epoch(), core.changes) == (2, ["reload_weights"])
     with pytest.raises(AttributeError):
@@ -475,37 +469,15 @@ def test_a_seed_is_an_int64_and_the_first_epochs_is_the_adapters(key):
 
 
 ACME = Adapter("acme", "/a", 1, "a" * 32)
-
-
-@pytest.mark.parametrize(
-    ("writer", "kind"),
-    [
-        (ACME._replace(digest="b" * 32), "stale_weights"),
-        (ACME._replace(digest="b" * 32, path="/b"), "stale_weights"),
-        (ACME._replace(digest="b" * 32, number=2), "wrong_prefix"),
-        (ACME._replace(digest="b" * 32, name="other"), "wrong_prefix"),
-        (ACME._replace(name="other"), "wrong_prefix"),
-        (None, "wrong_prefix"),
-    ],
-)
-@pytest.mark.parametrize("epoch", [Weights(), Weights(1, 77)])
-def test_other_content_under_a_number_is_stale(writer, kind, epoch):
-    """Also if the model's weights have changed, too."""
-    found = decoded(Identity(writer, "salt", epoch), Identity(ACME, "salt"))
-    assert found.kind == kind
-
-
-def test_the_same_content_of_another_number_is_the_same_text():
-    again = ACME._replace(number=2, path="/b")
-    assert Identity(again).seed == Identity(ACME).seed
-    found = decoded(Identity(again, None, Weights(1, 77)), Identity(ACME))
-    assert found.weights["written"]["adapter"] == {"name": "acme", "content": "a" * 16}
+AGAIN = ACME._replace(number=2, path="/b")
+CHANGED = ACME._replace(digest="b" * 32)
+OLD, NOW = Weights(1, 77), Weights(2, -(2**62) % 2**64)
 
 
 def decoded(writer, reader, shift=0):
     """The finding of a block of the same text that the other one wrote."""
     requests = Requests(4)
-    requests.name_weights(Weights(2, -(2**62) % 2**64, "step-2"))
+    requests.name_weights(NOW._replace(label="step-2"))
     ids = [
         requests.add(name, 0, Loads.NONE, identity, None).generation
         for name, identity in (("writer", writer), ("reader", reader))
@@ -519,30 +491,54 @@ def decoded(writer, reader, shift=0):
     return decode(row, group, requests)
 
 
+# Kinds of findings in blocks of the base model, and of ACME, with who wrote them.
+OF_NONE = [
+    ("stale_weights", None, None),
+    ("wrong_prefix", ACME, None),
+    ("wrong_prefix", None, "salt"),
+]
+OF_ACME = [
+    ("stale_weights", CHANGED),
+    ("stale_weights", CHANGED._replace(path="/b")),
+    ("wrong_prefix", CHANGED._replace(number=2)),
+    ("wrong_prefix", CHANGED._replace(name="other")),
+    ("wrong_prefix", ACME._replace(name="other")),
+    ("wrong_prefix", None),
+]
+
+
 @pytest.mark.parametrize(
-    ("writer", "shift", "kind"),
+    ("kind", "writer", "reader"),
     [
-        (Identity(weights=Weights(1, 77)), 0, "stale_weights"),
-        (Identity(weights=Weights(1, 77)), 1, "wrong_prefix"),  # of another text
-        (Identity(Adapter("other", "/", 1), None, Weights(1, 77)), 0, "wrong_prefix"),
-        (Identity(None, "salt", Weights(1, 77)), 0, "wrong_prefix"),
-        (Identity(None, "salt"), 0, "wrong_prefix"),
-        (Identity(ACME, None, Weights(1, 77)), 0, "wrong_prefix"),
+        *((kind, Identity(*of, OLD), Identity(weights=NOW)) for kind, *of in OF_NONE),
+        *(
+            (kind, Identity(adapter, "salt", weights), Identity(ACME, "salt"))
+            for kind, adapter in OF_ACME
+            for weights in (Weights(), OLD)
+        ),
     ],
 )
-def test_other_weights_are_told_from_another_text(writer, shift, kind):
-    reader = Identity(weights=Weights(2, -(2**62) % 2**64))
-    finding = decoded(writer, reader, shift)
+def test_other_weights_are_told_from_another_text(kind, writer, reader):
+    """Other content under an adapter's number is stale, also if the model's weights
+    have changed, too."""
+    finding = decoded(writer, reader)
     assert (finding.kind, finding.owner, finding.writer.request) == (
         kind,
         "reader",
         "writer",
     )
-    assert finding.weights == (
-        {
-            "written": {"epoch": 1, "label": "", "adapter": None},
-            "present": {"epoch": 2, "label": "step-2", "adapter": None},
-        }
-        if kind == "stale_weights"
-        else None
-    )
+    assert (finding.weights is None) is (kind == "wrong_prefix")
+
+
+def test_a_finding_names_the_weights_that_wrote_and_those_of_now():
+    """The same content under another number is the same adapter."""
+    assert Identity(AGAIN).seed == Identity(ACME).seed
+    about = {"label": "", "adapter": {"name": "acme", "content": "a" * 16}}
+    written = Identity(AGAIN, None, OLD), Identity(ACME, None, NOW)
+    assert decoded(*written).weights == {
+        "written": {"epoch": 1} | about,
+        "present": {"epoch": 2} | about | {"label": "step-2"},
+    }
+    assert decoded(*written, shift=1).kind == "wrong_prefix"  # of another text
+    finding = decoded(Identity(weights=OLD), Identity(weights=NOW))
+    assert [of["adapter"] for of in finding.weights.values()] == [None, None]
