@@ -288,27 +288,19 @@ def test_a_window_without_a_seat_is_logged_in_the_same_step(groups):
     assert (windows, drafts, rejected, in_shadow) == (2, 3, 3, 1)
 
 
-def test_a_step_whose_windows_without_a_seat_cannot_be_logged_has_no_counts():
-    """Staged windows are still committed. Their counts are not added to the next
-    step."""
-    world = World(True, num_seats=1, strictness=Strict.NEVER)
-    world.fail("log")
-    world.run()
-    world.check(State.IDLE, begin_failed=1)
-    assert (world.manager.counts, world.tables) == (None, [TABLE])
-    world.manager.start_step()
-    world.fail("none")
-    world.run()
-    assert world.manager.counts.read()[0][:5] == (2, 3, 0, 3, 1)
-
-
-def test_guarantee_9_a_missed_log_of_windows_without_a_seat_is_counted():
-    world = World(True, num_seats=1, strictness=Strict.NEVER)
+@pytest.mark.parametrize(("groups", "num_seats"), [((True, False), 2), ((True,), 1)])
+def test_guarantee_9_a_missed_begin_in_a_staged_step_is_counted(groups, num_seats):
+    """Of another group, or of a window without a seat."""
+    world = World(*groups, num_seats=num_seats)
     world.manager.stage(world.step)
+    world.manager.check_state()
     assert world.step.awaits_forward
+
     world.commit()
+
+    assert "restore" not in world.ops.calls
     world.check(State.IDLE, begin_missed=1)
-    assert world.manager.counts is None
+    assert (world.manager.counts is None) is (num_seats == 1)
 
 
 @pytest.mark.parametrize("kind", [(False,), (True,), (False, True)], ids=str)
@@ -322,23 +314,6 @@ def test_begin_drops_windows_of_an_uncommitted_step(kind):
 
     world.check(State.IDLE, stale_log=1)
     assert world.tables == [TABLE] * len(kind)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_guarantee_9_a_missed_begin_next_to_staged_groups_is_counted(fails):
-    """The log of an earlier failed commit must not be restored."""
-    world = World(True, False)
-    if fails:
-        world.fail("commit")
-        with pytest.raises(NworError, match=r"^NWOR commit_failed: commit_draft_layer"):
-            world.run()
-    world.manager.stage(world.step)
-    world.manager.check_state()
-
-    world.commit()
-
-    assert "restore" not in world.ops.calls
-    world.check(State.IDLE, begin_missed=1, **{"commit_failed": 1} if fails else {})
 
 
 @pytest.mark.parametrize("moment", ["stage", "commit_draft_layer", "publish"])
