@@ -16,7 +16,6 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -294,20 +293,6 @@ def test_an_unexpected_error_is_a_refusal(place, text, monkeypatch):
     assert report.take_payload().read()[2] == infos
     with pytest.raises(NworError, match=re.escape(text)):
         build(found, strictness=Strict.STARTUP)
-
-
-@pytest.mark.parametrize("lacks", ["groups", "a kind of cache"])
-def test_a_vllm_that_is_not_as_expected_is_a_refusal(lacks, monkeypatch):
-    found = runner({"a": layer()})
-    if lacks == "groups":
-        del found.kv_cache_config
-    else:
-        monkeypatch.delattr(kv_cache_interface, "MambaSpec")
-    manager, infos, _ = build(found)
-    assert manager is None
-    ((group, _, resolved, reason),) = infos
-    assert (group, resolved) == (0, "off")
-    assert reason.startswith("vLLM is not as expected: AttributeError: ")
 
 
 def test_out_of_memory_while_reserving_reserves_nothing(monkeypatch):
