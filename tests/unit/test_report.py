@@ -16,7 +16,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.unit.test_draft_manager import BLOCKS, ROW_BYTES, SLOTS, TABLE, World, int32
 from vllm_nwor import ops
@@ -200,8 +199,7 @@ class Runner:
             scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
             scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(resumed)),
         )
-        arguments = {"scheduler_output": scheduled}
-        hooks.execute_model(lambda **_: inner(), self, (), arguments)
+        hooks.execute_model(lambda _: inner(), self, (scheduled,), {})
 
     def prepare(self):
         prepared = tuple(self.tables), self.slots
@@ -279,7 +277,9 @@ def test_two_groups_have_tables_and_slots_of_their_own(is_staged):
 def test_the_undo_log_does_not_read_the_scheduler_output():
     """New and resumed requests matter for shadow blocks only."""
     runner = Runner(False)
-    assert hooks.execute_model(lambda _: "output", runner, (object(),), {}) == "output"
+    arguments = {"scheduler_output": object()}
+    found = hooks.execute_model(lambda **_: "output", runner, (), arguments)
+    assert found == "output"
 
 
 class RunnerV1:
@@ -468,36 +468,12 @@ def test_observers_that_another_thread_ends_during_a_hook_fail_no_step(is_v2):
         assert vanishing.calls >= 1
 
 
-@pytest.mark.parametrize("is_staged", [False, True])
-def test_a_dummy_run_of_v2_is_no_step(is_staged):
-    """It calls execute_model only, between steps, and changes nothing."""
-    dummy = SchedulerOutput.make_empty()
-    dummy.num_scheduled_tokens = {"_dummy_req_0": 1}
-    runners = [Runner(is_staged), Runner(is_staged)]
-    for runner in runners:
-        first = runner.step()
-        if runner is runners[1]:
-            for _ in range(3):
-                arguments = (dummy,), {"dummy_run": True}
-                hooks.execute_model(lambda *_, **__: None, runner, *arguments)
-                assert runner.look() == REAL
-        second = runner.step()
-        assert second[0][:4] == first[0][:4] == COUNTS[:4]
-        runner.world.check(State.IDLE)
-    (plain, with_dummies) = (
-        [layer.kv_cache for group in runner.manager.groups for layer in group.layers]
-        for runner in runners
-    )
-    assert all(map(torch.equal, plain, with_dummies))
-
-
 STAGES, LOGS = {"stage": 1, "commit": 1}, {"log": 1, "restore": 1}
 
 
 @pytest.mark.parametrize(
     ("num_states", "indices", "others", "entries", "num_logged"),
     [
-        (2, (0, 1), (), (BLOCKS + 1, BLOCKS + 2), 0),
         (2, (1, 0), (), (BLOCKS + 3, BLOCKS), 0),
         # There are two seats.
         (5, (0, 4), (), (BLOCKS + 1, BLOCKS + 2), 0),
