@@ -13,7 +13,7 @@ import random
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -408,12 +408,14 @@ def device_run(engine, arm):
     ours = {
         "stage": ("commit_kernel", "stage_kernel"),
         "cow": ("restore_kernel", "log_kernel"),
+        "audit": ("audit_kernel<x::RecordRows>", "audit_kernel<nwor::x::ScanSlots>"),
     }.get(arm.name, ())
     events = []
     for start in (0.0, 1000.0):
         names = "sampled", *(f"nwor::x::{one}()" for one in ours), "forward"
         for number, name in enumerate(names):
             us = 100.0 + len(ours) if name == "forward" else 4.0
+            us += 8.0 * ("audit" in name)  # one waits for the other
             events.append(host_profile.Event(name, start + 10 * number, us))
     return events, 2
 
@@ -422,21 +424,60 @@ def test_host_profile_has_begin_and_commit_of_each_mode(engine, monkeypatch):
     """(10, 30) and (5, 15) us in each run."""
     monkeypatch.setattr(host_profile, "device_events", device_run)
     monkeypatch.setattr(host_profile.HookTimes, "watch", lambda times: None)
-    words = ["v2-k4-a70", "--rounds", "1", "--json", "a.jsonl", "--batches", "2"]
+    words = ["v2-k4-a70", "--rounds", "1", "--json", "a.jsonl", "--batches", "2", "4"]
     assert host_profile.main(words) == 1  # its engine logs
     engine.report.return_value["groups"][0]["resolved"] = "stage"
     assert host_profile.main(words) == 0
-    (line,) = records.read("a", Path())
+    two, line = records.read("a", Path())
+    assert [two["key"]["batch"], line["key"]["batch"]] == [2, 4]
     assert line["host"].keys() == {"stage", "cow"}
     for times in line["host"].values():
         medians = {part: one["median_us"] for part, one in times.items()}
         assert medians == {"begin": 20, "commit": 10}
+    assert set(line["step_us"].values()) == {500_000}
     unhooked, stage, cow = (line["device"][n] for n in ("unhooked", "stage", "cow"))
     assert (unhooked["theirs_us"], stage["theirs_us"]) == (104, 106)
     one = {"median_us": 4, "launches": 2}
     assert unhooked["ours"] == {}
     assert stage["ours"] == {"commit": one, "stage": one}
     assert cow["ours"] == {"restore": one, "log": one}
+    wanted = [
+        ["sampled", -4, 4],
+        ["commit", 6, 4],
+        ["stage", 16, 4],
+        ["forward", 26, 102],
+    ]
+    assert stage["around"] == wanted
+    picture = Path("step.png")
+    assert host_profile.main([*words, "--picture", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        host_profile.main([*words[:-2], "3", "--picture", str(picture)])
+    # Of the audit's kernels, which are one function, each is named.
+    words = ["audit-v2-hybrid", "--rounds", "1", "--json", "a.jsonl", "--batches", "1"]
+    assert host_profile.main(words) == 0
+    audited = records.read("a", Path())[-1]["device"]
+    assert audited.keys() == {"unhooked", "audit"}
+    assert audited["audit"]["ours"].keys() == {"RecordRows", "ScanSlots"}
+    assert (audited["audit"]["alone_us"], audited["audit"]["theirs_us"]) == (20, 106)
+
+
+def test_a_hooks_time_is_without_what_it_wraps(monkeypatch):
+    ticks = itertools.accumulate([0, 3000, 100_000, 4000] * 2)
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
+    for name, value in (("_hooked", _wrap._hooked), ("_hooks", [])):
+        monkeypatch.setattr(_wrap, name, value)  # `watch` and a hook are taken back
+    module = ModuleType("host")
+    module.Runner = type("Runner", (), {"step": lambda self: 1})
+    times = host_profile.HookTimes()
+    times.watch()
+    target = _wrap.HookTarget("host", "Runner.step", ("self",), "test", "never")
+    _wrap.install_all(module, {target: lambda wrapped, *_: wrapped() + 1})
+    assert module.Runner().step() == 2
+    times.on = True
+    assert module.Runner().step() == 2
+    wanted = {"median_us": 7.0, "calls": 1, "us_a_step": 3.5}
+    assert times.result(2) == {"Runner.step": wanted}
 
 
 # --- bench_kernels.py
