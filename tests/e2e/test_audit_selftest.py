@@ -48,7 +48,7 @@ def test_the_selftest_finds_every_planted_fault(options, faults, of_faults, num_
     ((steps, *counts),) = re.findall(end, done.stdout, re.MULTILINE)
     assert int(steps) > num_steps
     assert list(map(int, counts)) == [len(faults)] * 2
-    assert "ERROR" not in done.stdout  # findings in full
+    assert "ERROR" not in done.stdout  # findings in full, internal errors
     # It says what it did not try.
     assert ("recurrent states: not tried" in done.stdout) == (not options)
     assert "Traceback" not in done.stdout + done.stderr

@@ -42,12 +42,11 @@ KIT_VARIABLES = {
 
 
 def show_errors() -> None:
-    """Of NWOR's logger, without the findings. vLLM resets it when an engine starts."""
-    from .findings import LINES
-
+    """Internal errors of the audit, by NWOR's logger, which vLLM resets when an engine
+    starts. Findings are the self-test's to show."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
-    handler.addFilter(lambda record: record.msg not in LINES)
+    handler.addFilter(lambda record: bool(record.exc_info))
     logger = logging.getLogger("vllm.v1.nwor")
     logger.setLevel(logging.ERROR)
     logger.addHandler(handler)

@@ -27,8 +27,6 @@ from .requests import Identity, Requests
 from .tables import MAX_KEPT, AuditedGroup
 
 logger = logging.getLogger("vllm.v1.nwor")
-# What is logged of findings.
-LINES = ("NWOR audit: %s", "NWOR audit: %d more findings in this step")
 
 CLASSES = tuple(FINDINGS)
 OF_STATES = CLASSES[CLASSES.index("stale_state") : -len(ON_HOST)]
@@ -269,10 +267,10 @@ class Findings:
     def _add(self, found: Sequence[Finding], num_lost: int) -> None:
         self.last.extend(found)
         for finding in found[:MAX_LINES]:
-            logger.error(LINES[0], finding.line())
+            logger.error("NWOR audit: %s", finding.line())
         num_more = len(found) - MAX_LINES + num_lost
         if num_more > 0:
-            logger.error(LINES[1], num_more)
+            logger.error("NWOR audit: %d more findings in this step", num_more)
 
     def totals(self) -> dict[str, int]:
         """What the counters vllm:nwor_audit_* are to show, by name or class."""
