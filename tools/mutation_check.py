@@ -66,9 +66,8 @@ TESTS = (
     "tests/integration/test_stored_states.py",
 )
 SELFTEST = ("-m vllm_nwor.audit --selftest",)
-CUDA_TESTS = ("tests/kernels/test_validation.py", "tests/kernels/test_transaction.py")
-CUDA_TESTS += ("tests/kernels/test_states.py",)
-CUDA_TESTS += ("-k", "cuda and (seat or stage or number_kept)")
+CUDA_TESTS = ("tests/kernels", "-k")
+CUDA_TESTS += ("cuda and (seat or stage or number_kept or awaited) and not large",)
 TIMEOUT_SECONDS = 900
 
 

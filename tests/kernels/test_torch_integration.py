@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests.kernels.reference import PAD
+from tests.kernels.reference import PAD, whole
 from tests.kernels.test_transaction import EXAMPLE
 from tests.kernels.test_validation import ON_CUDA, Calls
 from tests.kernels.transaction import COMMIT, LOG, RESTORE, STAGE, UNSTAGE
@@ -154,8 +154,39 @@ def test_an_unknown_device_type_is_refused():
         ops.load("mps")
 
 
+# Lets the next kernel begin at once, and writes 100 microseconds later.
+WRITE_LATE = r"""
+extern "C" __global__ void write_late(char* to, const char* from, int size) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  for (int i = 0; i < 100; ++i) __nanosleep(1000);
+  for (int i = threadIdx.x; i < size; i += blockDim.x) to[i] = from[i];
+}"""
+
+
 class TestOnCuda:
     pytestmark = ON_CUDA
+
+    @pytest.mark.parametrize("name", [LOG, RESTORE, STAGE, COMMIT, UNSTAGE])
+    def test_a_kernel_that_writes_late_is_awaited(self, name):
+        """Each launch may begin before the work in front of it has ended."""
+        if torch.cuda.get_device_capability() < (9, 0):
+            pytest.skip("no kernel begins early on this GPU")
+        write_late = torch.cuda._compile_kernel(WRITE_LATE, "write_late")
+        found = []
+        for is_late in (False, True):
+            calls = calls_on(torch.device("cuda"))
+            if name in (COMMIT, UNSTAGE):
+                calls.call(STAGE)
+            read = {RESTORE: calls.undo_log, UNSTAGE: calls.side.saved}
+            layers = calls.layers if name == LOG else calls.side.layers
+            read = whole(read.get(name, layers[0].memory))
+            right = read.clone()
+            if is_late:
+                read.zero_()
+                write_late(block=(1024, 1, 1), args=[read, right, len(read)])
+            calls.call(name)
+            found.append(calls.snapshot())
+        assert all(map(torch.equal, *found))
 
     @pytest.mark.parametrize("names", [(LOG, RESTORE), (STAGE, COMMIT, UNSTAGE)])
     def test_one_launch_each_and_nothing_allocated(self, names):

@@ -437,6 +437,8 @@ def test_host_profile_has_begin_and_commit_of_each_mode(engine, monkeypatch):
     assert set(line["step_us"].values()) == {500_000}
     unhooked, stage, cow = (line["device"][n] for n in ("unhooked", "stage", "cow"))
     assert (unhooked["theirs_us"], stage["theirs_us"]) == (104, 106)
+    # (1,000 us from step to step and the last one's end, less what ran)
+    assert (unhooked["idle_us"], stage["idle_us"]) == (451, 452)
     one = {"median_us": 4, "launches": 2}
     assert unhooked["ours"] == {}
     assert stage["ours"] == {"commit": one, "stage": one}

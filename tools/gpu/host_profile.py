@@ -10,9 +10,9 @@ code), in mode `cow`, and in mode `stage`; or with the KV audit, where the cell 
 that. Measures begin and commit of each step; the duration of an engine's step (the mean
 of steps, each the median of its runs, which make the same batches); with what the cell
 is about each of our hooks, without vLLM's own part; and by torch's profiler the time of
-our kernels and of vLLM's, and what surrounds ours in one step: `--picture` draws that
-from the file. A server runs the last hook, PrometheusStatLogger.record, in another
-process.
+our kernels, of vLLM's and of nothing on the device, and what surrounds ours in one
+step: `--picture` draws that from the file. A server runs the last hook,
+PrometheusStatLogger.record, in another process.
 
 Exit status: 0 done; 1 vLLM does not run; 2 a bad argument.
 """
@@ -47,6 +47,7 @@ OUR_KERNEL = re.compile(r"nwor::.*?(\w+)_kernel\b(?:<[^>]*?(\w+)>)?")
 # Of one step, around commit (the audit: what is its first there): microseconds before
 # and after the kernel that precedes it.
 BEFORE_US, AFTER_US = 60, 140
+STEP_PARTS = "theirs_us", "alone_us", "idle_us"
 # Of device_times: to read one run's events takes the profiler seconds.
 PROFILED_ROUNDS = 2
 
@@ -164,30 +165,32 @@ def busy_us(events: Sequence[Event]) -> float:
 def device_times(engine: Engine, arms: Sequence[ab.Arm]) -> dict[str, Any]:
     """Of each arm: `ours`, of each of our kernels the median microseconds and launches
     of a run, the wait of a kernel that is launched early included; of a mean step
-    `theirs_us`, busy_us of vLLM's, and `alone_us`, that only ours were on the device;
-    `around`."""
+    `theirs_us`, busy_us of vLLM's, `alone_us`, that only ours were on the device, and
+    `idle_us`, that nothing was; `around`."""
     runs: dict[str, list[tuple[list[Event], int]]] = {}
     for _ in range(PROFILED_ROUNDS):
         for arm in arms:
             runs.setdefault(arm.name, []).append(device_events(engine, arm))
     # What precedes commit is in each arm's steps.
     staged = runs[arms[-1].name][-1][0]
-    befores = [
+    anchor = statistics.mode(
         one.name
         for one, next_ in itertools.pairwise(staged)
         if next_.ours and not one.ours and next_.ours != "stage"
-    ]
-    anchor = statistics.mode(befores)
+    )
     found = {}
     for name, of in runs.items():
         ours: dict[str, list[float]] = {}
-        alone, theirs = [], []
+        parts = []
         for events, num_steps in of:
-            theirs.append(busy_us([e for e in events if not e.ours]) / num_steps)
-            alone.append(busy_us(events) / num_steps - theirs[-1])
+            busy, theirs = busy_us(events), busy_us([e for e in events if not e.ours])
+            all_us = max(e.start_us + e.us for e in events) - events[0].start_us
+            us = theirs, busy - theirs, all_us - busy
+            parts.append([one / num_steps for one in us])
             for event in events:
                 if event.ours:
                     ours.setdefault(event.ours, []).append(event.us)
+        of_step = dict(zip(STEP_PARTS, zip(*parts, strict=True), strict=True))
         found[name] = {
             "ours": {
                 kernel: {
@@ -196,8 +199,7 @@ def device_times(engine: Engine, arms: Sequence[ab.Arm]) -> dict[str, Any]:
                 }
                 for kernel, times in ours.items()
             },
-            "alone_us": round(statistics.median(alone), 1),
-            "theirs_us": round(statistics.median(theirs), 1),
+            **{part: round(statistics.median(us), 1) for part, us in of_step.items()},
             "around": [
                 (e.ours or re.sub(r"^void |<.*|\(.*", "", e.name)[:48], *e[1:])
                 for e in around(of[-1][0], anchor)

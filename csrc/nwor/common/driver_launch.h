@@ -73,16 +73,18 @@ constexpr bool kCanWaitForStream = [] {
   return false;
 }();
 
-// A kernel that is launched early, while earlier work in its stream ends, begins with
-// this, and waits for that here. is_followed: the next launch is one of ours, and may
-// be set up as soon as all blocks of this one run. What is not ours comes after the
+// Every kernel begins with this. One that is launched early, while earlier work in its
+// stream ends, waits for that here. is_followed: the next launch is one of ours, and
+// may be set up as soon as all blocks of this one run. What is not ours comes after the
 // whole grid, as after any kernel, also where it is launched early and does not wait.
 //
 // To trigger before waiting is safe. The trigger only allows the next grid to start:
 // this one's blocks run already, and cannot be kept off the device by it. What the next
 // grid may read is decided by its own wait, which returns when this grid has ended and
 // its writes are visible; and this grid does not end before its wait has. So the order
-// is that of the stream, over any number of early launches.
+// is that of the stream, over any number of early launches, as long as what is not ours
+// does the same: a kernel in front that is launched early and never waits ends before
+// what it did not wait for.
 __device__ inline void wait_for_stream(bool is_followed = false) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if (is_followed) {
@@ -104,9 +106,9 @@ class DriverKernel {
   }
 
   // Requires that `device` is the current one. `arguments` point to the kernel's.
-  // is_early: it begins with wait_for_stream.
+  // is_early: while earlier work in the stream ends; not where an event is awaited.
   void launch(const char* op, int device, unsigned grid, unsigned block, void* stream,
-              void** arguments, bool is_early = false) {
+              void** arguments, bool is_early = true) {
     CUlaunchAttribute attribute{};
     attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
     attribute.value.programmaticStreamSerializationAllowed = 1;

@@ -174,6 +174,7 @@ __device__ int prepare_jobs(CopyJob* jobs, const LayerTable& table, const UndoLo
 __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
     log_kernel(const __grid_constant__ LogArgs args,
                const __grid_constant__ LayerSplit split) {
+  wait_for_stream();
   __shared__ CopyJob jobs[kMaxLayersPerBlock];
   __shared__ int num_jobs;
   const int64_t draft = blockIdx.x / split.blocks_per_draft;
@@ -222,6 +223,7 @@ __device__ void count_draft(const RestoreArgs& args, int64_t draft, unsigned* co
 __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
     restore_kernel(const __grid_constant__ RestoreArgs args,
                    const __grid_constant__ LayerSplit split) {
+  wait_for_stream();
   __shared__ CopyJob jobs[kMaxLayersPerBlock];
   __shared__ int num_jobs;
   if (blockIdx.x == 0) {

@@ -245,6 +245,7 @@ __device__ void patch_and_save(const ShadowStageArgs& args, int64_t r,
 
 __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
     stage_kernel(const __grid_constant__ ShadowStageArgs args, unsigned num_parts) {
+  wait_for_stream();
   __shared__ SharedWindow shared;
   __shared__ bool is_last;
   const Part part(blockIdx.x, num_parts);
@@ -323,6 +324,7 @@ __device__ void count_window(const ShadowCommitArgs& args, int64_t r,
 
 __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
     commit_kernel(const __grid_constant__ ShadowCommitArgs args, unsigned num_parts) {
+  wait_for_stream();
   if (blockIdx.x == 0) {
     count_windows(args.table, args.counters, args.counters_to, [&](unsigned* counts) {
       for (int64_t r = threadIdx.x; r < args.num_reqs; r += kBlockThreads) {
@@ -363,6 +365,7 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor)
 
 __global__ void __launch_bounds__(kBlockThreads)
     unstage_kernel(const __grid_constant__ ShadowUndoArgs args, unsigned) {
+  wait_for_stream();
   __shared__ SharedWindow shared;
   load_saved(shared, args.saved, blockIdx.x, args.blocks);
   if (shared.window.num_drafts > 0) {
