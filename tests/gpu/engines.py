@@ -55,9 +55,10 @@ class EngineSpec:
     version, if not vLLM's choice (3 on Hopper). executor: "" for vLLM's own, "ray", or
     "ray-compiled" (up to 0.32). windows: some layers have a sliding window, and a
     KV-cache group of their own. hybrid: its folder, if some layers have recurrent
-    state. cached: which is found in the prefix cache (vLLM 0.29 on). seats: in mode
-    stage, how many requests have shadow blocks; 0 for all. real: with the weights of
-    SmolLM2, by tools/setup/make_models.py, and prompts of benchmarks/prompts.json.
+    state. cached: which is found in the prefix cache (vLLM 0.29 on). steps: how many it
+    makes at least without a finding. seats: in mode stage, how many requests have
+    shadow blocks; 0 for all. real: with the weights of SmolLM2, by
+    tools/setup/make_models.py, and prompts of benchmarks/prompts.json.
     """
 
     name: str
@@ -81,6 +82,7 @@ class EngineSpec:
     windows: bool = False
     hybrid: str = ""
     cached: bool = False
+    steps: int = 0
     seats: int = 0
     flash: int = 0
     real: bool = False

@@ -27,7 +27,7 @@ FAULTY, MENDED = "faulty", "mended"
 
 def entries(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
     keys = ("clean", "flipped", "lost", "found", "audit", "taken", "named")
-    keys += ("differences", "is_faulty", "cached")
+    keys += ("differences", "is_faulty", "cached", "num_steps")
     return {
         spec.name if state == ON else f"{spec.name}-{state}": run.entry(
             *(key for key in keys if key in run.report)
@@ -108,6 +108,7 @@ def test_an_engine_that_sleeps_has_no_findings(sleeping, engine):
 def test_recurrent_states(hybrids, engine):
     """Silent while they are right; states that are lost are found in the next step."""
     report = hybrids[engine][ON].whole()
+    assert report["num_steps"] >= BY_NAME[engine].steps
     for row, looks in report["clean"].items():
         assert findings(looks) == [], row
     for look, lost in zip(report["found"], report["lost"], strict=True):
