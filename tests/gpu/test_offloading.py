@@ -8,6 +8,7 @@ so bytes are compared on the CPU (tests/integration/test_connectors.py).
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -175,6 +176,7 @@ def test_what_lmcache_loads_is_judged_rightly(pool, engine):
     (look,), size = report["audit"], BY_NAME[engine].block_size
     found = {name: report[name] for name in ("cached", "differences")}
     found |= {"counts": look["counts"], "findings": look["findings"][:2]}
+    found["lmcache"] = version("lmcache")
     command = "make gpu-test STEPS='build offload'"
     results.save("offloading", command, {engine: found}, case="lmcache")
     assert min(report["cached"]) >= 2 * size  # of prompts alone
