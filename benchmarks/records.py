@@ -62,9 +62,9 @@ def read(kind: str, folder: Path = RESULTS) -> list[Line]:
 
 
 def is_current(line: Mapping[str, Any]) -> bool:
-    """Whether it was measured with the kernels that are in the tree; one that was not
-    appended yet was."""
-    return line.get("kernels", KERNELS) == KERNELS
+    """Whether it was measured with the kernels that are in the tree, or without any, on
+    a CPU; one that was not appended yet was."""
+    return "gpu" not in line["machine"] or line.get("kernels", KERNELS) == KERNELS
 
 
 def newest(lines: Iterable[Line]) -> list[Line]:

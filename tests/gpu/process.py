@@ -244,11 +244,10 @@ def audit(spec: EngineSpec, models: Path, report: Report) -> None:
 
 
 def states(spec: EngineSpec, models: Path, report: Report) -> None:
-    """The audit's findings in rows of a hybrid model, again and again for as many steps
-    as the engine is to make; in one in which the states of a
-    request and layer are lost between two steps, and in one whose prompts may be taken
-    for windows. hits: tokens that the requests of the clean rows found in the prefix
-    cache."""
+    """The audit's findings in rows of a hybrid model, again until spec.steps are made;
+    in one in which the states of a request and layer are lost between two steps, and in
+    one whose prompts may be taken for windows. hits: tokens that the requests of the
+    clean rows found in the prefix cache."""
     engine, num_steps = Engine(spec, models, report), 0
     hits: dict[str, dict[str, int]] = {}
 

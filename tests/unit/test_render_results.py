@@ -18,7 +18,7 @@ RECORD = {
     "key": {"cell": "a"},
     "date": "2026-11-26 10:00 UTC",
     "commit": "abc",
-    "machine": {"cpu": "one"},
+    "machine": {"cpu": "one", "gpu": "one"},
     "versions": {"vllm": "0.33.0"},
     "command": "make bench",
 }
@@ -26,9 +26,9 @@ OLD = {"kernels": "before"}
 
 
 def of_kind(kind, **key):
-    """A committed line whose key has these members."""
+    """A committed line whose key has these members, as of the kernels in the tree."""
     lines = (line for line in records.read(kind) if key.items() <= line["key"].items())
-    return copy.deepcopy(next(lines))
+    return copy.deepcopy(next(lines)) | {"kernels": records.KERNELS}
 
 
 def cells(view, *lines, **content):
@@ -59,6 +59,8 @@ def test_the_newest_line_of_these_kernels_counts():
     lines = [line(ours, 24, 1), line(ours, 23, 2), line(other, 25, 3)]
     assert [one["number"] for one in records.newest(lines)] == [1]
     assert [one["number"] for one in records.newest(lines[2:])] == [3]
+    of_cpu = [one | {"machine": {"cpu": "one"}} for one in lines]
+    assert [one["number"] for one in records.newest(of_cpu)] == [3]
     more = [*lines, line(ours, 24, 4), RECORD | {"key": {"cell": "b"}, "number": 5}]
     assert [one["number"] for one in records.newest(more)] == [5, 4]
 
@@ -142,7 +144,6 @@ def test_moved_bytes_are_held_against_the_models_shape(lost):
 def engine(backend, mode="stage", **changes):
     """A line of an engine on a GPU: a committed one, changed."""
     line = of_kind("engines", engine="ngram-flash-piecewise", vllm="0.26.0")
-    line |= {"kernels": records.KERNELS}
     line["key"] |= {"mode": mode, "engine": backend}
     line["found"]["engine"] |= {"runner": "v2", "drafter": "mtp", "backend": backend}
     line["found"] |= {"problems": {}, "unsettled": []} | changes
