@@ -330,22 +330,26 @@ def test_a_wrong_boundary_is_named(
     assert engine.llm.reset_prefix_cache()
 
 
+def leave_out_copies(patch: pytest.MonkeyPatch) -> None:
+    """Of states to the blocks of running requests."""
+    context = mamba_utils.MambaSpecDecodeGPUContext
+    patch.setattr(context, "run_fused_precopy", lambda *_, **__: None)
+    patch.setattr(mamba_utils, "do_mamba_copy_block", lambda buffers: None)
+
+
+LEFT_OUT = {("changed_state", "conv", 3), ("changed_state", "temporal", 3)}
+
+
 def test_a_copy_to_the_running_block_that_is_left_out_is_named(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The boundary itself is right: the block is the one that was read."""
     ask(engine, "first", TEXT[:300], 0)
     blocks = [cached_blocks(engine, group, BLOCK)[0].block_id for group in range(3)]
-    with monkeypatch.context() as patch:
-        context = mamba_utils.MambaSpecDecodeGPUContext
-        patch.setattr(context, "run_fused_precopy", lambda *_, **__: None)
-        patch.setattr(mamba_utils, "do_mamba_copy_block", lambda buffers: None)
-        ask(engine, "hit", (*TEXT[:300], 4), BLOCK)
+    leave_out_copies(monkeypatch)
+    ask(engine, "hit", (*TEXT[:300], 4), BLOCK)
     findings = [one for one in found(engine) if one.position == BLOCK]
-    assert {(one.kind, one.state, one.num_layers) for one in findings} == {
-        ("changed_state", "conv", 3),
-        ("changed_state", "temporal", 3),
-    }
+    assert {(one.kind, one.state, one.num_layers) for one in findings} == LEFT_OUT
     assert not {one.block for one in findings} & {*blocks}
     assert engine.llm.reset_prefix_cache()
 
