@@ -24,8 +24,8 @@ LAYERS = ("ring0", "ring1")
 WIDTH = 16
 # Of a text.
 LENGTH = 60
-# What a row that nobody has written is for.
-NOBODY = -1
+# The position of a row that was never written.
+NO_POSITION = -1
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Rings(World):
             first = start - start % self.ratio
             if end >= first + self.ratio:
                 held = {
-                    p: self.held.get((block, p % self.capacity), NOBODY)
+                    p: self.held.get((block, p % self.capacity), NO_POSITION)
                     for p in range(first, start)
                 }
                 self.pools[name] = [(p, of) for p, of in held.items() if p != of]

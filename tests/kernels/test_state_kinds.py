@@ -342,7 +342,7 @@ def test_a_wrong_number_of_accepted_drafts_is_named(backend):
 
 @pytest.mark.parametrize("backend", WITH_DRAFTS)
 def test_drafts_that_the_kernels_do_not_count_are_named(backend):
-    """vLLM 0.26 to 0.31: no numbers in a step in which nobody has drafts."""
+    """vLLM 0.26 to 0.31: no num_accepted_tokens in a step without drafts."""
     world = started(backend)
     assert world.step(**both(world, 30, 2, 0)) == []
 

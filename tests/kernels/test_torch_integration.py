@@ -154,11 +154,11 @@ def test_an_unknown_device_type_is_refused():
         ops.load("mps")
 
 
-# Lets the next kernel begin at once, and writes 100 microseconds later.
+# Lets the next kernel begin at once, and writes a millisecond later.
 WRITE_LATE = r"""
 extern "C" __global__ void write_late(char* to, const char* from, int size) {
   asm volatile("griddepcontrol.launch_dependents;");
-  for (int i = 0; i < 100; ++i) __nanosleep(1000);
+  for (int i = 0; i < 1000; ++i) __nanosleep(1000);
   for (int i = threadIdx.x; i < size; i += blockDim.x) to[i] = from[i];
 }"""
 
@@ -177,9 +177,9 @@ class TestOnCuda:
             calls = calls_on(torch.device("cuda"))
             if name in (COMMIT, UNSTAGE):
                 calls.call(STAGE)
-            read = {RESTORE: calls.undo_log, UNSTAGE: calls.side.saved}
             layers = calls.layers if name == LOG else calls.side.layers
-            read = whole(read.get(name, layers[0].memory))
+            others = {RESTORE: calls.undo_log, UNSTAGE: calls.side.saved}
+            read = whole(others.get(name, layers[0].memory))
             right = read.clone()
             if is_late:
                 read.zero_()

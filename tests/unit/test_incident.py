@@ -34,7 +34,7 @@ def finding(kind="changed", block=7, owner="b", writer=("a", 3), step=9):
 
 
 class World:
-    """A recorder, and the findings that it is told of."""
+    """A recorder and what it records."""
 
     def __init__(self, folder, *findings):
         self.path = folder / "incident.json"
