@@ -49,19 +49,19 @@ RATES = _READ["rates"]
 
 @dataclass(frozen=True)
 class Cell:
-    """One engine. name: in the keys of its results. model: a name of shapes.json.
-    batches: batch sizes, run in this order. true_off: how often an engine that never
-    loaded NWOR is started before it, at its first batch size; the last is compared.
-    Whoever compiles first gets fewer KV blocks: their number is compared only after a
-    second start. block_size: tokens a KV block; 0 for vLLM's choice. against: what is
-    compared with an unhooked engine."""
+    """One engine. name: in the keys of its results. acceptance: of RATES, per cent; 0:
+    as the drafts deserve. model, context: bench_vllm.py's; "" and 0: its own. batches:
+    batch sizes, in this order. true_off: how often an engine that never loaded NWOR is
+    started before it, at its first batch size; the last is compared. Whoever compiles
+    first gets fewer KV blocks: their number is compared only after a second start.
+    block_size: in tokens; 0: vLLM's. against: what is compared with an unhooked one."""
 
     name: str
     runner: str
     num_drafts: int
     acceptance: int
     method: str = "eagle"
-    model: str = "llama-8b"
+    model: str = "shape:llama-8b"
     batches: Sequence[int] = (1, 16, 64)
     context: int = 256
     max_tokens: int = 256
@@ -73,19 +73,19 @@ class Cell:
     def arguments(self, batch_size: int) -> list[str]:
         """Arguments of bench_vllm.py for one batch size."""
         options = {
-            "--model": f"shape:{self.model}",
+            "--model": self.model,
             "--against": self.against,
             "--runner": self.runner,
             "--num-speculative-tokens": self.num_drafts,
-            "--acceptance": RATES[self.num_drafts][self.acceptance],
+            "--acceptance": RATES[self.num_drafts].get(self.acceptance),
             "--batch-size": batch_size,
             "--max-num-seqs": self.max_num_seqs,
             "--context": self.context,
             "--max-tokens": self.max_tokens,
+            "--block-size": self.block_size,
         }
-        options |= {"--block-size": self.block_size} if self.block_size else {}
         words = [_READ["common"], _READ["drafters"][self.method]]
-        words += [f"{name} {value}" for name, value in options.items()]
+        words += [f"{name} {value}" for name, value in options.items() if value]
         words.append("--true-off" if self.true_off else "--no-true-off")
         return " ".join(words).split()
 
