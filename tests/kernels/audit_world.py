@@ -196,6 +196,7 @@ class World:
         return Observer("transaction", sampled=sampled)
 
     def counts(self, names="unverified returned"):
+        synchronize(self.device)
         totals = self.audit.totals()
         return tuple(totals[name] for name in names.split())
 
@@ -485,6 +486,12 @@ class World:
 
     def spoil(self, layer, slot, byte=(0, 0), bits=1):
         self.slot(layer, slot)[byte] ^= bits
+
+
+def synchronize(device):
+    """Waits for what was enqueued, beside a step, too."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def fields(found, names="kind"):

@@ -39,6 +39,7 @@ from tests.kernels.audit_world import (  # noqa: F401
     fields,
     mix,
     prefilled,
+    synchronize,
 )
 from tests.kernels.reference import random_bytes
 from vllm_nwor.audit import build, fingerprints
@@ -105,12 +106,6 @@ def in_a_thread(call):
     thread.join()
 
 
-def finish(device):
-    """Waits for what was enqueued."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 class LateOutput:
     """An asynchronous one, as vLLM has them."""
 
@@ -129,7 +124,7 @@ def attached(world, block=15):
 
 
 def begins_next(world):
-    finish(world.device)
+    synchronize(world.device)
     world.begins(SchedulerOutput.make_empty())
 
 
@@ -145,7 +140,7 @@ def test_an_output_waits_for_its_own_step_alone(monkeypatch):
     """vLLM has the next step running when it reads it."""
     world = prefilled()
     findings, outbox = world.observer.findings, world.audit.outbox
-    arrives = partial(finish, world.device)
+    arrives = partial(synchronize, world.device)
     not_there = {"query.return_value": False, "synchronize.side_effect": arrives}
     arrivals = [Mock(**not_there) for _ in range(2)]
     slots = [(*next(outbox._slots)[:2], arrival) for arrival in arrivals]

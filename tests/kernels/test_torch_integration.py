@@ -172,15 +172,16 @@ class TestOnCuda:
         if torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("no kernel begins early on this GPU")
         write_late = torch.cuda._compile_kernel(WRITE_LATE, "write_late")
-        found = []
+        calls, found = calls_on(torch.device("cuda")), []
+        if name in (COMMIT, UNSTAGE):
+            calls.call(STAGE)
+        layers = calls.layers if name == LOG else calls.side.layers
+        others = {RESTORE: calls.undo_log, UNSTAGE: calls.side.saved}
+        read = whole(others.get(name, layers[0].memory))
+        before, right = calls.snapshot(), read.clone()
         for is_late in (False, True):
-            calls = calls_on(torch.device("cuda"))
-            if name in (COMMIT, UNSTAGE):
-                calls.call(STAGE)
-            layers = calls.layers if name == LOG else calls.side.layers
-            others = {RESTORE: calls.undo_log, UNSTAGE: calls.side.saved}
-            read = whole(others.get(name, layers[0].memory))
-            right = read.clone()
+            for memory, old in zip(calls.memory(), before, strict=True):
+                memory.copy_(old)
             if is_late:
                 read.zero_()
                 write_late(block=(1024, 1, 1), args=[read, right, len(read)])

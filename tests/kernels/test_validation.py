@@ -92,11 +92,13 @@ class Calls:
         layers = getattr(self.library, of)(*named(arguments, CLASSES[of]))
         return getattr(layers, method)(*named(arguments, names))
 
-    def snapshot(self):
+    def memory(self):
         arguments = [v for of_op in self.arguments.values() for v in of_op.values()]
         layers = [layer.memory for layer in (*self.layers, *self.side.layers)]
-        tensors = filter(torch.is_tensor, (*arguments, *layers))
-        return [whole(tensor).cpu().clone() for tensor in tensors]
+        return [*map(whole, filter(torch.is_tensor, (*arguments, *layers)))]
+
+    def snapshot(self):
+        return [memory.cpu().clone() for memory in self.memory()]
 
     def refuses(self, op, said, before="", **changes):
         """With `changes`, the op says `said`, behind what matches `before`, and writes
