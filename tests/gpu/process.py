@@ -356,6 +356,30 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
     )
 
 
+def loaded_again(spec: EngineSpec, models: Path, report: Report) -> None:
+    """Texts are computed, and loaded where no request was before; differences: of their
+    first token's logprobs. cached: tokens that were loaded, with another salt, too."""
+    engine = Engine(spec, models, report, prepares=False)
+    engine.rpc("test_randomize", SEED)
+    texts = tuple(
+        Request(f"text/{n}", prompt(f"o {n}", 40 + n), 4, params={"logprobs": 5})
+        for n in range(8)
+    )
+    first = engine.run(Row("computed", (texts,)))
+    engine.forget()
+    loaded = engine.run_again(Row("loaded", (texts,)))
+    report.save(audit=engine.rpc("test_audit"))
+    salted = tuple(replace(text, salt="other") for text in texts)
+    engine.forget()
+    cached = loaded, engine.run_again(Row("salted", (salted,)))
+    report.save(
+        cached=[[*one.cached.values()] for one in cached],
+        differences=[
+            largest_difference(loaded, one.name, first, one.name) for one in texts
+        ],
+    )
+
+
 def loads(spec: EngineSpec, models: Path, report: Report) -> None:
     """Texts are stored, and loaded when others have had their blocks: as they were,
     with what was answered and a new end, and from the other one of two connectors.

@@ -177,6 +177,7 @@ class TestOnCuda:
             calls.call(STAGE)
         layers = calls.layers if name == LOG else calls.side.layers
         others = {RESTORE: calls.undo_log, UNSTAGE: calls.side.saved}
+        others[STAGE] = calls.arguments[STAGE]["block_table"]
         read = whole(others.get(name, layers[0].memory))
         before, right = calls.snapshot(), read.clone()
         for is_late in (False, True):
