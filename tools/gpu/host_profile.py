@@ -2,17 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step is longer by, inside a real engine: on the host and on the device.
 
-    python tools/gpu/host_profile.py CELL --json results/host_time.jsonl
-    python tools/gpu/host_profile.py CELL --json results/host_time.jsonl --picture FILE
+    python tools/gpu/host_profile.py CELL --json results/host_time.jsonl [--picture F]
 
 Serves the same requests on the engine of a cell of cells.yml: unhooked (vLLM's own
 code), in mode `cow`, and in mode `stage`; or with the KV audit, where the cell is about
-that. Measures begin and commit of each step; the duration of an engine's step (the mean
-of steps, each the median of its runs, which make the same batches); with what the cell
-is about each of our hooks, without vLLM's own part; and by torch's profiler the time of
-our kernels, of vLLM's and of nothing on the device, and what surrounds ours in one
-step: `--picture` draws that from the file. A server runs the last hook,
-PrometheusStatLogger.record, in another process.
+that. Measures begin and commit of each step; how long an engine's steps are (each the
+median of its runs); with what the cell is about each of our hooks, without vLLM's own
+part; and by torch's profiler the time of our kernels, of vLLM's and of nothing on the
+device, and what surrounds ours in one step: `--picture` draws that from the file. A
+server runs the last hook, PrometheusStatLogger.record, in another process.
 
 Exit status: 0 done; 1 vLLM does not run; 2 a bad argument.
 """
@@ -46,7 +44,7 @@ from tools.gpu import bench  # noqa: E402
 OUR_KERNEL = re.compile(r"nwor::.*?(\w+)_kernel\b(?:<[^>]*?(\w+)>)?")
 # Of one step, around commit (the audit: what is its first there): microseconds before
 # and after the kernel that precedes it.
-BEFORE_US, AFTER_US = 60, 140
+BEFORE_US, AFTER_US = 20, 140
 STEP_PARTS = "theirs_us", "alone_us", "idle_us"
 # Of device_times: to read one run's events takes the profiler seconds.
 PROFILED_ROUNDS = 2
@@ -257,12 +255,14 @@ def host_times(
     hooks.on = True
     num_steps = sum(len(engine.run(arms[-1]).step_s) for _ in range(rounds))
     hooks.on = False
+    step_us = {
+        kind: [1e6 * statistics.median(runs) for runs in zip(*of, strict=True)]
+        for kind, of in step_s.items()
+    }
     return {
         "hooks": hooks.result(num_steps),
-        "step_us": {
-            kind: 1e6 * statistics.mean(map(statistics.median, zip(*of, strict=True)))
-            for kind, of in step_s.items()
-        },
+        "step_us": {kind: statistics.mean(of) for kind, of in step_us.items()},
+        "median_step_us": {kind: statistics.median(of) for kind, of in step_us.items()},
         "host": {
             kind: {
                 part: {"median_us": round(statistics.median(of), 2)}
