@@ -272,7 +272,8 @@ class Scheduled(Protocol):
 
     def new_requests(self) -> Sequence[NewRequest]: ...
 
-    def running_requests(self) -> Sequence[RunningRequest]: ...
+    def running_requests(self, changed: bool = False) -> Sequence[RunningRequest]:
+        """changed: only those that are resumed or get blocks."""
 
     def weights(self) -> Weights: ...
 
