@@ -335,15 +335,17 @@ def test_a_wrong_load_is_named(
     findings = world.found()
     of_own, states, of_shared = FAULTS[fault]
     kind = of_own if world.is_own else of_shared
+    kinds = {kind}
     if fault is left_out and world is world_of("speculative"):
-        kind = "handed_on"  # windows leave states of which there is no record
+        kinds.add("handed_on")  # windows leave states of which there is no record
     num_right = world.verified["verified"] - len(states)
     if kind is None:
         assert findings == []
         assert rise == {"unverified": len(states), "verified": num_right}
         return
-    assert [one.kind for one in findings] == [kind] * len(states)
-    assert {one.state for one in findings} == states
+    of_kinds = Counter(one.kind for one in findings)
+    assert of_kinds.keys() <= kinds
+    assert sorted(str(one.state) for one in findings) == sorted(states)
     where = (None, 0) if kind == "other_text" else (LAYERS[1], 1)
     for one in findings:
         assert (one.group, one.layer, one.num_layers) == (1, *where)
@@ -352,7 +354,7 @@ def test_a_wrong_load_is_named(
         assert one.owner is not None
         assert request_name(one.owner) == "r0"
         assert kind != "other_text" or one.writer.request is not None
-    assert rise == {kind: len(states), "verified": num_right}
+    assert rise == {**of_kinds, "verified": num_right}
 
 
 def test_a_copy_of_what_was_loaded_that_is_left_out_is_named(
