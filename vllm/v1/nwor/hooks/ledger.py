@@ -537,6 +537,13 @@ CHANGES = (
         "the process ends with that sentence instead of a traceback",
         VARIABLES,
     ),
+    Change(
+        "signal.SIGUSR2",
+        "a handler, which calls the previous one, with `VLLM_NWOR_AUDIT_INCIDENT`",
+        "the incident file is written",
+        IN_VLLM,
+        True,
+    ),
 )
 LEDGER = (*METHODS, *CHANGES)
 
