@@ -3,19 +3,19 @@
 
 import re
 import resource
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.helpers.environment import subprocess_env
+from tests.helpers.environment import run_python
 from vllm_nwor.audit.faults import FAULTS, Expected
 from vllm_nwor.audit.findings import CLASSES, OF_STATES, Finding, Writer
 from vllm_nwor.audit.state_faults import STATE_FAULTS, StateExpected
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+SELFTEST = ("-m", "vllm_nwor.audit", "--selftest")
 
 
 @pytest.mark.parametrize(
@@ -29,15 +29,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 )
 def test_the_selftest_finds_every_planted_fault(options, faults, of_faults, num_steps):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm_nwor.audit", "--selftest", *options],
-        # vLLM logs a traceback if it cannot write its cache.
-        env=subprocess_env() | {"VLLM_CACHE_ROOT": "/dev/null/cache"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    # vLLM logs a traceback if it cannot write its cache.
+    done = run_python(*SELFTEST, *options, VLLM_CACHE_ROOT="/dev/null/cache")
 
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     passed = re.findall(r"^ok   (\w+)", done.stdout, re.MULTILINE)
@@ -59,14 +52,8 @@ def test_the_selftest_finds_every_planted_fault(options, faults, of_faults, num_
 
 
 def test_the_refit_example_shows_what_a_kept_cache_does_and_how_it_is_mended():
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.refit"],
-        env=subprocess_env(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
+    done = run_python("-m", "benchmarks.refit")
+    assert done.returncode == 0, done.stderr
     line = r"^update \d: (\d+) of 320 .*, (\d+) of them stale.* error ([\d.]+)$"
     found = re.findall(line, done.stdout, re.MULTILINE)
     assert [numbers[:2] for numbers in found] == [("256", "256")] * 3 + [("0", "0")] * 3
@@ -83,14 +70,7 @@ def test_a_selftest_that_cannot_run_says_why_in_one_line(tmp_path):
     (tmp_path / "torchvision-1.dist-info").mkdir()
     metadata = "Metadata-Version: 2.1\nName: torchvision\nVersion: 1\n"
     (tmp_path / "torchvision-1.dist-info" / "METADATA").write_text(metadata)
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm_nwor.audit", "--selftest"],
-        env=subprocess_env() | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_python(*SELFTEST, PYTHONPATH=str(tmp_path))
     assert (done.returncode, "Traceback" in done.stdout + done.stderr) == (1, False)
     first, second = done.stdout.splitlines()
     assert first.startswith(

@@ -8,13 +8,11 @@ others.
 """
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.helpers.environment import REPO, subprocess_env
+from tests.helpers.environment import REPO, run_python
 
 pytestmark = pytest.mark.e2e
 
@@ -149,15 +147,7 @@ print(json.dumps(result))
 
 @pytest.fixture(scope="module")
 def looks():
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        cwd=REPO,
-        env=subprocess_env(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_python("-c", SCRIPT)
     assert done.returncode == 0, done.stderr[-3000:]
     *_, last = done.stdout.splitlines()
     found: dict[str, Any] = json.loads(last)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +58,22 @@ def subprocess_env(**changes: str | None) -> dict[str, str]:
         else:
             env[name] = value
     return env
+
+
+def run_python(
+    *arguments: str, cwd: Path = REPO, timeout: float = 300, **changes: str | None
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python to its end, with its output as text. changes: as of
+    subprocess_env."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=subprocess_env(**changes),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
 
 
 @contextmanager

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.environment import REPO, subprocess_env
+from tests.helpers.environment import REPO, run_python
 from tools import apply_to_vllm as tool
 
 SITE = Path(pytest.__file__).parents[1]
@@ -64,14 +62,7 @@ def run(tree: Path, code: str, **variables: str) -> list[str]:
     """What it prints in a process of its own that finds that vLLM."""
     paths = os.pathsep.join([str(tree), str(REPO)])
     settings = {"VLLM_PLUGINS": "", "PYTHONPATH": paths, **variables}
-    done = subprocess.run(
-        [sys.executable, "-c", LOOK + code],
-        cwd=tree,
-        env=subprocess_env(**settings),
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    done = run_python("-c", LOOK + code, cwd=tree, timeout=500, **settings)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout.splitlines()
 

@@ -8,7 +8,6 @@ from `get_metrics()`. Asynchronous outputs: tests/unit/test_metrics.py.
 import gc
 import json
 import os
-import subprocess
 import sys
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -31,7 +30,7 @@ from tests.helpers.engine import (
     make_vllm_reusable,
     threads,
 )
-from tests.helpers.environment import REPO, model_path, nwor_settings, subprocess_env
+from tests.helpers.environment import model_path, nwor_settings, run_python
 from tests.helpers.player import check_identities, counters, risen
 from vllm_nwor.metrics import COUNTERS
 from vllm_nwor.plugin import register
@@ -197,18 +196,10 @@ def test_a_front_end_whose_process_loaded_the_plugin_in_mode_off(modes):
     """It ignores the reports of an engine in another process; plugins are loaded once
     per process. AsyncLLM: tests/e2e/test_serve.py."""
     code = f"import {__name__} as of; of.play(*{modes!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPO,
-        env=subprocess_env(OMP_NUM_THREADS="1", VLLM_NWOR_MODE=modes[0]),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    lines = done.stdout.splitlines()
+    done = run_python("-c", code, OMP_NUM_THREADS="1", VLLM_NWOR_MODE=modes[0])
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    lines = said.splitlines()
     played = [json.loads(line) for line in lines if line.startswith("[[")]
     assert len(played) == len(modes)
     for tokens, metrics in played:
@@ -221,4 +212,4 @@ def test_a_front_end_whose_process_loaded_the_plugin_in_mode_off(modes):
             check_identities(metrics)
             assert metrics["vllm:nwor_info"] == 1
     line = f"NWOR {modes[-1]} requested; group 0: {modes[-1]}"
-    assert done.stdout.count(line) == 1, done.stdout
+    assert said.count(line) == 1, said

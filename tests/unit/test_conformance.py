@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.environment import REPO, subprocess_env
+from tests.helpers.environment import run_python
 from vllm_nwor.audit import conformance
 from vllm_nwor.audit.conformance import (
     CASES,
@@ -39,15 +38,8 @@ from vllm_nwor.audit.connector_bench import Report, Request
     ],
 )
 def test_a_module_that_is_not_there_is_refused_at_once(connector, words) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm_nwor.audit", "--connector", connector],
-        cwd=REPO,
-        env=subprocess_env(PYTHONPROFILEIMPORTTIME="1"),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = ("-m", "vllm_nwor.audit", "--connector", connector)
+    done = run_python(*command, timeout=60, PYTHONPROFILEIMPORTTIME="1")
     assert done.returncode == 2
     assert f"--connector is '{connector}': {words}; must be" in done.stderr
     imported = re.findall(r"\| +(\S+)$", done.stderr, re.MULTILINE)

@@ -5,8 +5,6 @@ Without vLLM, or with a broken one: test_packaging.py.
 """
 
 import ctypes
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 import vllm_nwor
+from tests.helpers.environment import run_python
 from tests.unit.test_check_vllm import SITE, files_read, laid_out, run
 from vllm_nwor import doctor, ops
 from vllm_nwor.hooks.facts import FACTS
@@ -159,8 +158,8 @@ def test_a_vllm_process_that_hangs_is_ended_with_its_children(monkeypatch):
 
 def test_vllm_plugins_that_leaves_nwor_out(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "other")
-    command = [sys.executable, "-P", "-c", doctor.CHILD]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    done = run_python("-P", "-c", doctor.CHILD)
+    assert done.returncode == 0, done.stderr
     monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: done)
     for mode, audit, is_fine in (
         ("cow", "off", False),

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import asdict, replace
@@ -16,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.helpers.environment import run_python
 from tests.helpers.logs import nwor_log
 from vllm_nwor.audit import explain, incident
 from vllm_nwor.audit import incident_cases as cases
@@ -201,14 +200,6 @@ def test_an_error_while_recording_ends_the_file_and_no_step(tmp_path):
     assert "incident.json could not be made: AttributeError: " in lines[0]
 
 
-def wait_for(path):
-    for _ in range(500):
-        if path.exists():
-            return
-        time.sleep(0.01)
-    pytest.fail(f"{path} was not written")
-
-
 def test_a_signal_writes_it_also_while_the_recorder_is_busy(tmp_path):
     earlier, before = [], signal.getsignal(signal.SIGUSR2)
     signal.signal(signal.SIGUSR2, lambda number, frame: earlier.append(number))
@@ -219,7 +210,9 @@ def test_a_signal_writes_it_also_while_the_recorder_is_busy(tmp_path):
         with world.recorder._lock:  # as in the middle of a step
             os.kill(os.getpid(), signal.SIGUSR2)
             time.sleep(0.05)
-        wait_for(world.path)
+        deadline = time.monotonic() + 5
+        while not world.path.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert earlier == [signal.SIGUSR2]
@@ -364,8 +357,6 @@ def test_it_needs_no_vllm(tmp_path):
         f"sys.argv[1:] = ['explain', {str(world.path)!r}]; "
         "runpy.run_module('vllm_nwor.audit', run_name='__main__')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
     assert "1. changed in step 9" in done.stdout
