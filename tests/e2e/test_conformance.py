@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import distributions
@@ -22,11 +21,10 @@ from xml.etree import ElementTree
 
 import pytest
 import vllm
-from benchmarks import environment, records
 
-from tests.helpers.environment import REPO, subprocess_env
+from tests.helpers import reach
+from tests.helpers.environment import REPO, run_python
 from tests.helpers.host_offloading import CONNECTOR
-from tests.helpers.reach import FOLDER_VARIABLE
 from tools.soak.server import free_port
 from vllm_nwor.audit.__main__ import KIT_VARIABLES, VARIABLES
 from vllm_nwor.audit.conformance import (
@@ -108,16 +106,9 @@ def lmcache() -> dict[str, Any]:
     }
 
 
-def kit(*options: str, cwd: Path = REPO) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "vllm_nwor.audit", *options],
-        cwd=cwd,
-        env=subprocess_env() | {"COLUMNS": "100"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+def kit(*options: str) -> subprocess.CompletedProcess[str]:
+    command = ("-m", "vllm_nwor.audit", *options)
+    return run_python(*command, timeout=900, COLUMNS="100")
 
 
 def found_in(found: list[Result]) -> dict[str, tuple[str, ...]]:
@@ -160,32 +151,26 @@ def truths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Truths]:
         yield Truths(tmp_path_factory.mktemp("kit"))
 
 
-def record(
-    connector: str, found: list[Result], command: str = "make reach", **more: str
-) -> None:
-    if folder := os.environ.get(FOLDER_VARIABLE):
-        about = environment.describe("cpu", REPO)
-        version = vllm.__version__.split("+")[0]
-        key = {"case": "conformance", "connector": connector, "vllm": version}
-        cases = {
-            result.case: {
-                "about": result.about,
-                "verdict": str(result.state),
-                "breaches": list(found_in([result]).get(result.case, ())),
-                "text": next(
-                    (
-                        verdict.text
-                        for state in (State.BREACH, State.NOT_EXERCISED)
-                        for verdict in result.verdicts.values()
-                        if verdict.state is state and result.state is state
-                    ),
-                    "",
+def record(connector: str, found: list[Result], *command: str, **more: str) -> None:
+    cases = {
+        result.case: {
+            "about": result.about,
+            "verdict": str(result.state),
+            "breaches": list(found_in([result]).get(result.case, ())),
+            "text": next(
+                (
+                    verdict.text
+                    for state in (State.BREACH, State.NOT_EXERCISED)
+                    for verdict in result.verdicts.values()
+                    if verdict.state is state and result.state is state
                 ),
-            }
-            for result in found
+                "",
+            ),
         }
-        line = {"key": key, **about, **more, "command": command, "found": cases}
-        records.append(Path(folder) / "cases.jsonl", line)
+        for result in found
+    }
+    key = {"case": "conformance", "connector": connector}
+    reach.save(reach.CASES, key, cases, *command, **more)
 
 
 @pytest.mark.nightly

@@ -9,18 +9,13 @@ cases.jsonl in the folder of NWOR_REACH_RESULTS.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.metadata import distributions
-from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import environment, records
 
-from tests.helpers.environment import REPO, subprocess_env
-from tests.helpers.reach import FOLDER_VARIABLE
+from tests.helpers.environment import REPO, run_python
+from tests.helpers.reach import CASES, save
 from tests.helpers.refit import FRAMEWORKS
 
 INSTALLED = REPO / ".venv-frameworks"
@@ -32,15 +27,8 @@ def refit(name: str) -> dict[str, Any]:
     """`Found`, of a process of its own: frameworks patch vLLM."""
     if not any(distributions(name=name, path=[str(INSTALLED)])):
         pytest.skip(f"{name} is not installed: make frameworks")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.helpers.refit", name],
-        env=subprocess_env(PYTHONPATH=str(INSTALLED)),
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = ("-W", "ignore", "-m", "tests.helpers.refit", name)
+    done = run_python(*command, PYTHONPATH=str(INSTALLED))
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -57,8 +45,5 @@ def test_an_update_is_found_only_with_the_prefix_cache_kept(name: str) -> None:
     assert found["own_is_right"]
     # The update of the same bytes is not among them.
     assert len(found["routes"]) == len(found["named"]) == 2
-    if folder := os.environ.get(FOLDER_VARIABLE):
-        about = environment.describe("cpu", REPO)
-        key = {"framework": name, "vllm": records.vllm(about), "case": "frameworks"}
-        line = {"key": key, **about, "command": "make frameworks", "found": found}
-        records.append(Path(folder) / "cases.jsonl", line)
+    key = {"framework": name, "case": "frameworks"}
+    save(CASES, key, found, "make frameworks")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -33,11 +32,12 @@ LAYERS = [f"model.layers.{n}.linear_attn" for n in range(3)]
 BEFORE_0_32 = Version(vllm.__version__) < Version("0.32")
 
 
-@contextmanager
-def on_this_host() -> Iterator[None]:
-    """Engines that run here. On a CPU with AMX vLLM takes other code, which raises for
-    windows of several lengths: it is switched off. And vLLM 0.29 raises in a step of
-    one row without drafts, because a kernel wants its one index contiguous."""
+@pytest.fixture(scope="module", autouse=True)
+def host() -> Iterator[None]:
+    """Engines that run here, for all tests of a file that imports it. On a CPU with AMX
+    vLLM takes other code, which raises for windows of several lengths: it is switched
+    off. And vLLM 0.29 raises in a step of one row without drafts, because a kernel
+    wants its one index contiguous."""
     build = gdn_attn.GDNAttentionMetadataBuilder.build
 
     def contiguous(*args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records the outcome of a test on a CPU engine, or on a stand-in, as a line of
-docs/reach.md.
+docs/reach.md; and what other cases found.
 
-Lines go to engines.jsonl in the folder of NWOR_REACH_RESULTS; without it nothing is
-written.
+Lines go to engines.jsonl and cases.jsonl in the folder of NWOR_REACH_RESULTS; without
+it nothing is written.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from benchmarks import environment, records
 
 from tests.helpers.environment import REPO
 
+VLLM = vllm.__version__.split("+")[0]
 FOLDER_VARIABLE = "NWOR_REACH_RESULTS"
-FILE = "engines.jsonl"
+ENGINES, CASES = "engines.jsonl", "cases.jsonl"
 EXACT, OUTPUTS, REFUSED, FAILED = "exact", "outputs", "refused", "failed"
 
 
@@ -60,7 +61,7 @@ def noted(
     shown: the verdict if the block succeeds; OUTPUTS if it did not compare bytes.
     """
     entry: dict[str, Any] = {
-        "vllm": vllm.__version__.split("+")[0],
+        "vllm": VLLM,
         "runner": runner,
         "backend": backend,
         "kind": kind,
@@ -72,8 +73,7 @@ def noted(
         yield entry
         entry["verdict"] = REFUSED if "reason" in entry else shown
     finally:
-        if folder := os.environ.get(FOLDER_VARIABLE):
-            save(entry, Path(folder) / FILE)
+        save(ENGINES, {"kind": kind, "name": name, "mode": mode}, entry)
 
 
 def refused_stand_in(
@@ -85,8 +85,13 @@ def refused_stand_in(
             entry["reason"] = reason
 
 
-def save(entry: dict[str, Any], path: Path) -> None:
-    about = environment.describe("cpu", REPO)
-    key = {part: entry[part] for part in ("vllm", "kind", "name", "mode")}
-    line = {"key": key, **about, "command": "make reach", "found": entry}
-    records.append(path, line)
+def save(
+    file: str, key: dict[str, str], found: Any, command: str = "make reach", **more: str
+) -> None:
+    """Appends a line to a file of that folder. The key gets the release of vLLM. more:
+    further members of the line."""
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        about = environment.describe("cpu", REPO)
+        key = key | {"vllm": VLLM}
+        line = {"key": key, **about, **more, "command": command, "found": found}
+        records.append(Path(folder) / file, line)

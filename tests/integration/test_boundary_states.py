@@ -14,7 +14,7 @@ connectors: test_stored_states.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -29,8 +29,8 @@ from tests.helpers.hybrid import (
     LAYERS,
     caches,
     found,
+    host,  # noqa: F401
     mend_convolutions,
-    on_this_host,
     play,
     start,
 )
@@ -50,12 +50,6 @@ ARGUMENTS: dict[str, Any] = {
     "max_model_len": 1024,
     "max_num_batched_tokens": 300,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def host() -> Iterator[None]:
-    with on_this_host():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -10,32 +10,26 @@ NWOR_REACH_RESULTS.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import vllm
-from benchmarks import environment, records
 
 from tests.helpers.drafters import all_wrong, mixture_of_four
 from tests.helpers.engine import NUM_DRAFTS, Engine, Request, prompt
-from tests.helpers.environment import REPO
 from tests.helpers.hybrid import (
     BEFORE_0_32,
     LAYERS,
     caches,
     found,
+    host,  # noqa: F401
     mend_convolutions,
     mend_first_tokens,
     mend_rows_without_drafts,
     of_few_words,
-    on_this_host,
     play,
     start,
 )
-from tests.helpers.reach import FOLDER_VARIABLE
+from tests.helpers.reach import CASES, save
 from tests.helpers.runner_probe import request_name
 from vllm_nwor.audit.findings import Finding
 
@@ -47,12 +41,6 @@ SHIFT = "a window with fewer drafts than the longest"
 Moment = tuple[int, str]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def host() -> Iterator[None]:
-    with on_this_host():
-        yield
-
-
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     return start()
@@ -61,13 +49,8 @@ def engine() -> Engine:
 def record(fault: str, how: str, counted: int, named: int, fixed: str) -> None:
     """counted: moments in which the fault can be. named: moments with findings. fixed:
     the first release without the fault."""
-    if folder := os.environ.get(FOLDER_VARIABLE):
-        about = environment.describe("cpu", REPO)
-        version = vllm.__version__.split("+")[0]
-        key = {"case": "state_faults", "fault": fault, "how": how, "vllm": version}
-        found = {"counted": counted, "named": named, "fixed": fixed}
-        line = {"key": key, **about, "command": "make reach", "found": found}
-        records.append(Path(folder) / "cases.jsonl", line)
+    found = {"counted": counted, "named": named, "fixed": fixed}
+    save(CASES, {"case": "state_faults", "fault": fault, "how": how}, found)
 
 
 def moments(findings: list[Finding]) -> set[Moment]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,10 +28,10 @@ from tests.helpers.hybrid import (
     LAYERS,
     caches,
     found,
+    host,  # noqa: F401
     mend_convolutions,
     mend_rows_without_drafts,
     of_few_words,
-    on_this_host,
     start,
 )
 from tests.helpers.runner_probe import request_name
@@ -43,12 +43,6 @@ REQUESTS = [
 ]
 AT_STEP = 12
 Fault = Callable[[Engine, Any], None]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def host() -> Iterator[None]:
-    with on_this_host():
-        yield
 
 
 @pytest.fixture

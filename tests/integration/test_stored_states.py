@@ -26,19 +26,13 @@ import torch
 
 from tests.helpers.engine import Engine, Request, prompt
 from tests.helpers.host_offloading import CONNECTOR, HostSpec
-from tests.helpers.hybrid import (
-    AUDIT,
-    LAYERS,
-    MODEL,
-    caches,
-)
+from tests.helpers.hybrid import AUDIT, LAYERS, MODEL, caches, host  # noqa: F401
 from tests.helpers.runner_probe import request_name
 from tests.integration.test_boundary_states import (
     ARGUMENTS,
     BLOCK,
     LEFT_OUT,
-    copies,  # noqa: F401  # a fixture of all tests here, as the next one
-    host,  # noqa: F401
+    copies,  # noqa: F401  # a fixture of all tests here
     leave_out_copies,
     passing,
     run,
@@ -147,9 +141,7 @@ class World:
         return stored
 
     def found(self) -> list[Finding]:
-        found = self.engine.take_findings()
-        self.engine.audit.findings.last.clear()
-        return found
+        return self.engine.take_findings()
 
 
 WORLDS: dict[str, tuple[str, dict[str, Any]]] = {
