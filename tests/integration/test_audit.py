@@ -460,19 +460,10 @@ def test_mode_raise_ends_the_step_and_the_file_is_complete(tmp_path: Path) -> No
     )
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Path]:
-    """An engine with few blocks, and where it writes incident files."""
-    path = tmp_path_factory.mktemp("incident") / "incident.json"
-    settings = EVERYTHING | {"AUDIT_INCIDENT": str(path)}
-    return Engine("cow", settings, **FEW_BLOCKS), path
-
-
-def test_an_incident_file_has_the_block_tables_of_the_runner(
-    recorded: tuple[Engine, Path],
-) -> None:
+def test_an_incident_file_has_the_block_tables_of_the_runner(tmp_path: Path) -> None:
     """In each step, with preemptions, prefix hits, aborts and names used again."""
-    engine, path = recorded
+    path = tmp_path / "incident.json"
+    engine = Engine("cow", EVERYTHING | {"AUDIT_INCIDENT": str(path)}, **FEW_BLOCKS)
     recorder = engine.audit.audit.recorder
     ends = Counter[str]()
     num_compared = 0

@@ -18,7 +18,6 @@ import torch
 from tests.helpers.byte_map import owners
 from tests.helpers.engine import BLOCK_SIZE, Engine, Request
 from tests.helpers.folder_connector import Pair
-from tests.integration.test_audit import found
 from tests.integration.test_byte_oracle import EVERYTHING, prompt
 from vllm_nwor.audit.findings import AuditError
 from vllm_nwor.audit.handover import opened, sealed
@@ -121,9 +120,7 @@ class World:
 
     def found(self) -> list[Any]:
         """By position."""
-        findings = sorted(found(self.decode), key=lambda one: one.position)
-        self.decode.audit.findings.last.clear()
-        return findings
+        return sorted(self.decode.take_findings(), key=lambda one: one.position)
 
     def layer(self, number: int) -> str:
         name: str = self.decode.audit.audit.groups[0].names[number]

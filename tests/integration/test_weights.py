@@ -217,10 +217,6 @@ def ask(
     return engine.ask(name, text, cached)
 
 
-def ask_anew(engine: Engine, text: Sequence[int] = TEXT) -> list[int]:
-    return engine.ask_anew(text)
-
-
 def check_stale(
     engine: Engine, reader: str, writers: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -247,7 +243,7 @@ def epochs(engine: Engine, reader: str, writers: Sequence[str]) -> tuple[int, in
 
 def next_epoch(engine: Engine) -> int:
     """The epoch of new weights. The engine has its own again afterwards."""
-    ask_anew(engine)
+    engine.ask_anew(TEXT)
     ask(engine, "probe", cached=0)
     write_by_rpc(engine, next(new_seeds))
     ask(engine, "probing")
@@ -262,12 +258,12 @@ def next_epoch(engine: Engine) -> int:
 def check_change(engine: Engine, change: Change) -> tuple[int, int]:
     """After a change cached blocks give a wrong answer, and are found. After a reset
     there is no finding. Returns the epochs, and leaves no cached prefix."""
-    before = ask_anew(engine)
+    before = engine.ask_anew(TEXT)
     assert ask(engine, "first", cached=0) == before
     change(engine, next(new_seeds))
     answer = ask(engine, "second")
     by_epochs = epochs(engine, "second", ["first"] * 2)
-    right = ask_anew(engine)
+    right = engine.ask_anew(TEXT)
     assert before != right
     assert answer != right
     assert ask(engine, "third", cached=0) == right
@@ -348,7 +344,7 @@ def test_writes_that_nothing_announces_are_found_some_steps_later(
     (line,) = [line for line in lines if "unannounced change" in line]
     begin, end = map(int, re.findall(r"steps? (\d+) and (\d+)", line)[0])
     assert begin <= first < end <= first + every
-    right = ask_anew(engine)
+    right = engine.ask_anew(TEXT)
     assert before != right
     assert wrong != right
     assert engine.take_findings() == []
@@ -388,7 +384,7 @@ def test_weights_that_wake_up_count_by_what_they_hold(
     assert changes == ["wake_up"] * is_other
     if is_other:
         epochs(engine, "second", ["first"] * 2)
-        assert answer != ask_anew(engine)
+        assert answer != engine.ask_anew(TEXT)
     else:
         assert answer == before
         assert engine.take_findings() == []
@@ -472,7 +468,7 @@ def test_requests_in_flight_are_not_found_but_their_blocks_are(
     ask(engine, "behind", (*TEXT, *answer), cached=4 * BLOCK_SIZE)
     assert epochs(engine, "behind", ["flight"] * 4) == by_epochs
     assert by_epochs[0] < by_epochs[1]
-    assert ask_anew(engine) != wrong
+    assert engine.ask_anew(TEXT) != wrong
     assert engine.take_findings() == []
 
 
@@ -517,7 +513,7 @@ def test_a_requests_versions_are_those_that_computed_its_positions(
     ask(engine, "behind", text, cached=4 * BLOCK_SIZE)
     assert runs("behind") == [(old, 0, change), (new, change, len(text) + 11)]
     engine.take_findings()
-    ask_anew(engine)
+    engine.ask_anew(TEXT)
     assert runs("anew") == [(new, 0, len(TEXT) + 11)]
 
 
@@ -525,7 +521,7 @@ def test_weights_that_come_back_after_a_request_across_are_new(engine: Engine) -
     """The price of the rule that such a request keeps its epoch: blocks that the first
     weights wrote alone are found, too."""
     before = next_epoch(engine)
-    own = ask_anew(engine)
+    own = engine.ask_anew(TEXT)
     fly(engine, lambda: write_by_rpc(engine, next(new_seeds)))
     write_by_rpc(engine, 0)
     assert ask(engine, "later") == own
@@ -555,7 +551,7 @@ def test_requests_computed_anew_after_a_reset_are_of_the_new_weights(
     text = (*TEXT, *answer)
     later = ask(engine, "later", text, cached=4 * BLOCK_SIZE)
     assert engine.take_findings() == []
-    assert ask_anew(engine, text) == later
+    assert engine.ask_anew(text) == later
 
 
 # --- reactions ------------------------------------------------------------------------
@@ -570,7 +566,7 @@ def test_accepted_hits_are_only_counted() -> None:
     assert [line for line in lines if line.startswith("ERROR")] == []
     assert engine.take_findings() == []
     assert engine.audit.findings.counts["stale_weights"] == 2
-    right = ask_anew(engine)
+    right = engine.ask_anew(TEXT)
     assert before != right
     assert wrong != right
     assert engine.audit.findings.counts["stale_weights"] == 2

@@ -31,6 +31,7 @@ from tests.kernels.states_batch import (
     place,
 )
 from tests.kernels.states_reference import Reference
+from tests.kernels.transaction import AcceptanceForm
 from vllm_nwor import ops
 from vllm_nwor.audit.findings import Finding, decode
 from vllm_nwor.audit.requests import NO_FEATURES, Identity, Requests
@@ -41,14 +42,10 @@ from vllm_nwor.layout.states import StateCache, StateGroup, StateKind
 from vllm_nwor.layout.tables import DeviceMemory
 
 
-class Bytes:
-    """Bytes that follow from a key, always the same."""
-
-    def __init__(self, *key: Any) -> None:
-        self._draw = np.random.default_rng(zlib.crc32(repr(key).encode()))
-
-    def array(self, *sizes: int) -> np.ndarray:
-        return self._draw.integers(1, 256, sizes, dtype=np.uint8)
+def of_key(sizes: Sequence[int], *key: Any) -> np.ndarray:
+    """Bytes that follow from a key, always the same; none is 0."""
+    draw = np.random.default_rng(zlib.crc32(repr(key).encode()))
+    return draw.integers(1, 256, sizes, dtype=np.uint8)
 
 
 @dataclass
@@ -198,10 +195,10 @@ class World:
         if found is None:
             _, heads, rows, columns = self.caches[0][0].temporal.shape
             size = columns * self.shape.temporal.itemsize
-            found = Bytes(layer, text).array(heads, rows, size)
+            found = of_key((heads, rows, size), layer, text)
             if self.shape.temporal in NARROW and len(text) > 1:
                 before = self.temporal(layer, text[:-1])
-                same = Bytes("same", layer, text).array(heads, rows) % 5 == 0
+                same = of_key((heads, rows), "same", layer, text) % 5 == 0
                 same &= not same.all()  # a token leaves some rows as they are
                 found = np.where(same[..., None], before, found)
             self._temporal[layer, text] = found
@@ -213,7 +210,7 @@ class World:
         size = channels * self.shape.conv.itemsize
         if token < 0:
             return np.zeros(size, dtype=np.uint8)
-        return Bytes(layer, "conv", token).array(size)
+        return of_key((size,), layer, "conv", token)
 
     def forward(
         self,
@@ -328,17 +325,14 @@ class World:
         return (self.group.tables, seats, query, table, *sizes), (seats, query, table)
 
     def _acceptance(self, batch: Batch, rejects: bool) -> tuple[Any, ...]:
-        works = list(batch.works.values())
-        if not any(work.num_drafts for work in works):
+        works = batch.works.values()
+        drafts, accepted = [w.num_drafts for w in works], [w.accepted for w in works]
+        if not any(drafts):
             return None, None, 0, None
-        logits = np.cumsum([1 + work.num_drafts for work in works]).tolist()
+        logits = np.cumsum([1 + number for number in drafts]).tolist()
         cumulative = int32(logits).to(self.device)
-        if rejects:
-            numbers = [work.num_drafts - work.accepted for work in works]
-            return cumulative, None, 0, int32(numbers).to(self.device)
-        width = 1 + self.shape.num_drafts
-        ids = [[9] * (1 + w.accepted) + [-1] * (width - 1 - w.accepted) for w in works]
-        return cumulative, int32(ids).to(self.device), 100, None
+        form = AcceptanceForm.NUM_REJECTED if rejects else AcceptanceForm.SAMPLED
+        return cumulative, *form.arguments(drafts, accepted, self.device).values()
 
     def _findings(self) -> list[Finding]:
         """Of this step; the header is cleared."""

@@ -42,18 +42,15 @@ class Rings(World):
     def __post_init__(self):
         self.num_blocks = 1 + 2 * LENGTH // N
         self.values = torch.Generator().manual_seed(3)
-        self.rings = self.make_rings()
+        size = self.num_blocks, 2, self.capacity, WIDTH
+        rings = [torch.rand(size, generator=self.values) for _ in LAYERS]
+        self.rings = [ring.to(self.device) for ring in rings]
         caches = [
             StateCache(name, StateKind.RING, ring, ratio=self.ratio)
             for name, ring in zip(LAYERS, self.rings, strict=True)
         ]
         self.state_groups = [StateGroup(self.num_groups, caches)]
         super().__post_init__()
-
-    def make_rings(self):
-        size = self.num_blocks, 2, self.capacity, WIDTH
-        rings = [torch.rand(size, generator=self.values) for _ in LAYERS]
-        return [ring.to(self.device) for ring in rings]
 
     def _prepare_v1(self, batch):
         super()._prepare_v1(self.with_rings(batch))

@@ -50,7 +50,6 @@ SHAPES: dict[str, list[tuple[tuple[int, ...], torch.dtype]]] = {
 # Without a state for each draft.
 PLAIN = ("MAMBA1_ATTN", "LINEAR_ATTN")
 WITH_DRAFTS = [backend for backend in SHAPES if backend not in PLAIN]
-CONVOLVED = [backend for backend in SHAPES if SHAPES[backend][0] != MATRIX]
 
 
 @pytest.fixture(autouse=True, params=DEVICES)

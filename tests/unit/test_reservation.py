@@ -337,7 +337,6 @@ def refused(workers, sentence, **found):
     assert scheduler == generate_scheduler_kv_cache_config(workers)
     assert [worker.nwor_shadow for worker in workers] == [sentence] * 2
     assert lines == [f"INFO NWOR: no shadow blocks: {sentence}"]
-    return scheduler
 
 
 def test_verdicts_travel_on_the_workers_specs():
