@@ -416,17 +416,6 @@ def test_the_content_of_an_adapter_is_in_the_identity(loads_late):
     assert world.audit.requests.num_adapter_changes == 2
 
 
-def test_a_finding_has_both_contents():
-    world = with_adapter()
-    world.loading, world.weights = {1: B}, Weights(2, 77, "step-2")
-    found = world.runs("c", TEXT[:9], [1, 2, 11], hit=8, lora=1)
-    written, present = ({"name": "acme", "content": n * 16} for n in "ab")
-    assert found[0].weights == {
-        "written": {"epoch": 0, "label": "", "adapter": written},
-        "present": {"epoch": 2, "label": "step-2", "adapter": present},
-    }
-
-
 @pytest.mark.parametrize("is_behind_plan", [False, True])
 def test_a_request_in_flight_across_a_change_of_its_adapter(is_behind_plan):
     """It keeps its identity; so its adapter's first content does not come back under

@@ -133,36 +133,6 @@ class World:
 # --- the library's classes, in place of the ops that the simulation uses --------------
 
 
-@pytest.mark.parametrize("groups", [(True,), (False,), (True, False)])
-@pytest.mark.parametrize("has_packed", [False, True])
-def test_classes_and_ops_do_the_same(groups, has_packed):
-    """Caches, tables and counters in each slot of the ring; the third step is
-    dropped."""
-    worlds = [
-        World(*groups, has_packed=has_packed, has_builtins=it, strictness=Strict.NEVER)
-        for it in (True, False)
-    ]
-    found = []
-    for world in worlds:
-        manager, seen = world.manager, []
-        caches = [layer.kv_cache for g in manager.groups for layer in g.layers]
-        for number in range(5):
-            manager.start_step()
-            world.open()
-            seen.append(world.tables)
-            for cache in caches:
-                cache += number + 1  # the forward, and all other slots
-            if number == 2:
-                manager.abort("step_failed")
-            else:
-                world.commit()
-                seen.append(manager.counts.read())
-            seen += [world.tables, manager.counters.tolist(), manager.fallbacks.copy()]
-        found.append([*seen, *(cache.tolist() for cache in caches)])
-    assert found[0] == found[1]
-    assert worlds[0].manager.counts.read()[0][:4] == (2, 3, 0, 3)
-
-
 def test_staged_tensors_live_until_the_next_step_starts():
     """The library keeps their addresses until then."""
     world = World(True, has_builtins=True)

@@ -461,16 +461,6 @@ def test_a_front_end_without_nwor_skips_the_report_field():
         extend(None, "vllm.v1.metrics.stats.SchedulerStats", "nwor_report")
 
 
-def test_scheduler_and_front_end_each_add_the_report_field(monkeypatch):
-    """They may be two processes: the front end decodes only fields that it knows."""
-    for make in (hooked_scheduler, FrontEnd):
-        monkeypatch.setattr(scheduler_hooks, "extend", extend := Mock())
-        make()
-        extend.assert_called_once_with(
-            SchedulerStats, "vllm.v1.metrics.stats.SchedulerStats", "nwor_report"
-        )
-
-
 class FrontEnd:
     """A stand-in for vLLM's stat logger, hooked, with a registry of its own."""
 

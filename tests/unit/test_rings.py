@@ -26,12 +26,10 @@ from tests.unit.test_discovery import (
 )
 from tests.unit.test_reservation import MAX_MODEL_LEN, NUM_DRAFTS
 from vllm_nwor.audit import build as audit
-from vllm_nwor.audit.states import States
 from vllm_nwor.config import AuditMode, NworConfig, Strict
 from vllm_nwor.hooks import caches, states
 from vllm_nwor.hooks import runner as hooks
-from vllm_nwor.layout.states import StateCache, StateGroup, StateKind, ring_shortage
-from vllm_nwor.layout.tables import DeviceMemory
+from vllm_nwor.layout.states import StateKind, ring_shortage
 
 WIDTH = 64
 SPEC = CircularBufferSpec(
@@ -220,30 +218,3 @@ def test_the_audit_says_what_it_follows(monkeypatch, rows):
     assert ("NWOR audit: group 1: layer ring has a ring of 4 rows;" in log) == (
         rows < 8
     )
-
-
-class GDNAttentionMetadata(SimpleNamespace):
-    """The metadata of a step in which nobody has drafts."""
-
-
-def test_rings_and_recurrent_states_are_read_together():
-    conv = StateCache("gdn", StateKind.CONV, torch.zeros(BLOCKS, 4, 64), window=3)
-    of_gdn = StateGroup(2, [conv], backend="GDN_ATTN")
-    groups = [of_gdn, described(with_ring(*qsa()))]
-    tables = [torch.zeros(2, 3, dtype=torch.int32) for _ in range(3)]
-    blocks = torch.zeros(2, dtype=torch.int32)
-    metadata = GDNAttentionMetadata(
-        spec_sequence_masks=None,
-        non_spec_state_indices_tensor=blocks,
-        has_initial_state=None,
-        num_decodes=2,
-    )
-    rows, _ = states.StateMetadata(groups).read({"gdn": metadata}, tables)
-
-    assert rows.tolist() == [
-        [0, 0, 0, 0, 0, blocks.data_ptr(), 1, 0, 2, 0, 0],
-        [0, 0, 0, 0, 0, tables[1].data_ptr(), 3, 0, 0, 0, 0],
-    ]
-    memory = DeviceMemory(torch.device("cpu"), None)
-    both = [States(of, 4, BLOCKS, NUM_DRAFTS, memory) for of in (groups, groups[1:])]
-    assert [of.has_rings_alone for of in both] == [False, True]

@@ -541,5 +541,7 @@ def test_a_finding_names_the_weights_that_wrote_and_those_of_now():
         "present": {"epoch": 2} | about | {"label": "step-2"},
     }
     assert decoded(*written, shift=1).kind == "wrong_prefix"  # of another text
+    sides = decoded(Identity(CHANGED), Identity(ACME)).weights.values()
+    assert [of["adapter"]["content"][0] for of in sides] == ["b", "a"]
     finding = decoded(Identity(weights=OLD), Identity(weights=NOW))
     assert [of["adapter"] for of in finding.weights.values()] == [None, None]
