@@ -78,9 +78,9 @@ class GpuTestExtension(OracleExtension):
 
     def test_lose_begin(self, strictness: str) -> None:
         """Removes the hook of the V2 runner's begin, and sets VLLM_NWOR_STRICT."""
-        from vllm_nwor.base import ledger
         from vllm_nwor.base import wrap as _wrap
         from vllm_nwor.config import Strict
+        from vllm_nwor.hooks import ledger
 
         (hook,) = (h for h in _wrap._hooks if h.target == ledger.V2_PREPARE_ATTN)
         hook.take_off()
@@ -326,6 +326,7 @@ def judge_layout(runner: Any, name: str, layer: Any) -> dict[str, Any]:
     """Compares NWOR's layout of one layer with the bytes that vLLM's own writer
     changes, and whether probing changed the implementation or the caches; writes to the
     caches."""
+    from vllm_nwor.hooks import layers
     from vllm_nwor.layout.kv_layout import LayoutRefused
     from vllm_nwor.layout.probe import probe_layout
 
@@ -336,7 +337,7 @@ def judge_layout(runner: Any, name: str, layer: Any) -> dict[str, Any]:
     answer: dict[str, Any] = {"layer": name, "impl": type(layer.impl).__name__}
     answer["backend"] = layer.get_attn_backend().get_name()
     try:
-        layout = probe_layout(layer, layer.kv_cache, dtype)
+        layout = probe_layout(layer.kv_cache, layers._writer(layer, dtype))
     except LayoutRefused as refused:
         return answer | {"refused": str(refused)}
     # The same objects, not only equal ones.

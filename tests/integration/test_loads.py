@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -233,6 +234,36 @@ def test_a_load_writes_nothing(world: World, loads: Callable[[Load], None]) -> N
     assert {(f.layer, f.num_layers) for f in findings} == {(world.layers[0], 4)}
 
 
+def test_a_load_writes_nothing_to_zeroed_blocks(
+    world: World, loads: Callable[[Load], None]
+) -> None:
+    (text,) = world.store(1)
+
+    def zero(connector: Any, context: Any, **_: Any) -> None:
+        for layer in context.no_compile_layers.values():
+            layer.kv_cache.zero_()
+
+    loads(zero)
+    assert world.ask(text) == {"never_loaded": NUM_BLOCKS}
+    assert [finding.position for finding in world.found()] == positions()
+
+
+def test_slots_go_to_the_wrong_block(
+    world: World, loads: Callable[[Load], None]
+) -> None:
+    (text,) = world.store(1)
+
+    def misplace(connector: Any, context: Any, **_: Any) -> None:
+        for request in loads_of(connector):
+            slots = request.slot_mapping.view(-1, BLOCK_SIZE)
+            slots[:2] = slots[:2].flip(0).clone()
+        start_load_kv(connector, context)
+
+    loads(misplace)
+    assert world.ask(text) == {"other_text": 2, "verified": BLOCK_SIZE}
+    assert [finding.position for finding in world.found()] == positions(0, 1)
+
+
 def test_a_load_lands_a_step_late(world: World, loads: Callable[[Load], None]) -> None:
     """It was reported as complete."""
     (text,) = world.store(1)
@@ -270,6 +301,11 @@ def remove(folder: Path) -> None:
     files(folder)[2].unlink()
 
 
+def swallowed(connector: Any, context: Any, **more: Any) -> None:
+    with suppress(FileNotFoundError):
+        start_load_kv(connector, context, **more)
+
+
 def reported(connector: Any, context: Any, **more: Any) -> None:
     try:
         start_load_kv(connector, context, **more)
@@ -294,6 +330,18 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
             monkeypatch.setattr(ExampleConnector, name, value, raising=False)
 
     return put
+
+
+def test_a_file_is_missing_and_nobody_says_so(
+    world: World, loads: Callable[[Load], None]
+) -> None:
+    (text,) = world.store(1)
+    (stored,) = world.folders()
+    remove(stored)
+    loads(swallowed)
+    assert world.ask(text) == {"handed_on": NUM_BLOCKS}
+    expected = [(f"text{text}", world.layers[2], 2, p) for p in positions()]
+    assert places(world.found()) == expected
 
 
 @pytest.mark.parametrize("first", range(NUM_BLOCKS))
@@ -348,6 +396,17 @@ def test_a_load_that_writes_nothing_and_says_so(
 
 
 # --- which texts are known ------------------------------------------------------------
+
+
+def test_beyond_the_budget_loads_stay_unverified(world: World) -> None:
+    (text,) = world.store(1)
+    audit = world.engine.audit.audit
+    before, audit._num_scanned = audit._num_scanned, 0
+    try:
+        assert world.ask(text) == {"unverified": SLOTS}
+    finally:
+        audit._num_scanned = before
+    assert world.found() == []
 
 
 def test_a_block_of_the_cache_in_front_of_a_load(world: World) -> None:
@@ -437,15 +496,18 @@ def test_a_load_that_takes_steps_and_fails(
     (text,) = slow.store(1)
     fails(first)
     if first == 0:
-        is_there = itertools.chain([True], itertools.repeat(False))
-        found = "_found_match_for_request"
-        monkeypatch.setattr(ExampleConnector, found, lambda *_: next(is_there))
+        monkeypatch.setattr(ExampleConnector, "_found_match_for_request", once_true())
     num_loaded = NUM_BLOCKS if first is None else first
     failed, verified = SLOTS - (first or 0) * BLOCK_SIZE, num_loaded * BLOCK_SIZE
     expected = {"failed": failed, "verified": verified}
     assert slow.ask(text) == {name: n for name, n in expected.items() if n}
     assert slow.found() == []
     assert slow.is_right()
+
+
+def once_true() -> Callable[..., bool]:
+    answers = itertools.chain([True], itertools.repeat(False))
+    return lambda *_: next(answers)
 
 
 def test_blocks_of_a_load_whose_request_ended(

@@ -6,6 +6,8 @@ tests/integration/test_gpu_harness.py has real engines, on V1, and verdicts.
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,14 @@ from vllm_nwor.ops import SAVED_COLUMNS
 
 def test_matrix_covers_every_pair():
     assert engines.uncovered_pairs() == set()
+
+
+def test_what_is_imported_in_functions_is_there():
+    """They run on a GPU alone."""
+    for file in Path(engines.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and "vllm_nwor" in str(node.module):
+                exec(ast.unparse(node), {})
 
 
 # -- the byte oracle -------------------------------------------------------------------
