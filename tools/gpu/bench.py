@@ -49,12 +49,12 @@ RATES = _READ["rates"]
 
 @dataclass(frozen=True)
 class Cell:
-    """One engine. name: in the keys of its results. acceptance: of RATES, per cent; 0:
-    as the drafts deserve. model, context: bench_vllm.py's; "" and 0: its own. batches:
-    batch sizes, in this order. true_off: how often an engine that never loaded NWOR is
-    started before it, at its first batch size; the last is compared. Whoever compiles
-    first gets fewer KV blocks: their number is compared only after a second start.
-    block_size: in tokens; 0: vLLM's. against: what is compared with an unhooked one."""
+    """One engine. name: in the keys of its results. acceptance: of RATES, per cent.
+    model, context: bench_vllm.py's; "" and 0: its own. batches: batch sizes, in this
+    order. true_off: how often an engine that never loaded NWOR is started before it, at
+    its first batch size; the last is compared. Whoever compiles first gets fewer KV
+    blocks: their number is compared only after a second start. block_size: in tokens;
+    0: vLLM's. against: what is compared with an unhooked one."""
 
     name: str
     runner: str
@@ -77,7 +77,7 @@ class Cell:
             "--against": self.against,
             "--runner": self.runner,
             "--num-speculative-tokens": self.num_drafts,
-            "--acceptance": RATES[self.num_drafts].get(self.acceptance),
+            "--acceptance": RATES[self.num_drafts][self.acceptance],
             "--batch-size": batch_size,
             "--max-num-seqs": self.max_num_seqs,
             "--context": self.context,

@@ -100,6 +100,7 @@ WEIGHTS_CHANGED = (
     "vLLM notifies plugins that weights were changed, by whomever, with their version"
 )
 WORKER_ENDS = "vLLM notifies plugins that a worker ends"
+REPORTS = "vLLM asks plugins in a worker for a report, on a signal of its user's"
 VARIABLES = "plugins can declare environment variables"
 IN_VLLM = "this package is a part of vLLM"
 
@@ -541,7 +542,7 @@ CHANGES = (
         "signal.SIGUSR2",
         "a handler, which calls the previous one, with `VLLM_NWOR_AUDIT_INCIDENT`",
         "the incident file is written",
-        IN_VLLM,
+        REPORTS,
         True,
     ),
 )
