@@ -272,8 +272,8 @@ class Scheduled(Protocol):
 
     def new_requests(self) -> Sequence[NewRequest]: ...
 
-    def running_requests(self, changed: bool = False) -> Sequence[RunningRequest]:
-        """changed: only those that are resumed or get blocks."""
+    def running_requests(self, with_blocks: bool = False) -> Sequence[RunningRequest]:
+        """with_blocks: only those that get some, as all that are resumed do."""
 
     def weights(self) -> Weights: ...
 

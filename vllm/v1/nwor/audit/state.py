@@ -181,7 +181,7 @@ class Audit:
             about = new.num_computed, new.is_known, identity, features_of(new)
             request = self._add(owners, new.request_id, new.block_ids, *about)
             self._hand_over(request, new)
-        for running in scheduled.running_requests(changed=True):
+        for running in scheduled.running_requests(with_blocks=True):
             name, blocks, num_computed, is_resumed, is_known = running
             request = self.requests[name]
             if is_resumed:

@@ -56,7 +56,7 @@ class ScheduledStep(Struct, gc=False):
     def weights(self) -> Weights:
         return getattr(self.output, "nwor_weights", None) or Weights()
 
-    def running_requests(self, changed: bool = False) -> Sequence[RunningRequest]:
+    def running_requests(self, with_blocks: bool = False) -> Sequence[RunningRequest]:
         cached = self.output.scheduled_cached_reqs
         resumed = cached.resumed_req_ids
         rows = cached.req_ids, cached.new_block_ids, cached.num_computed_tokens
@@ -64,7 +64,7 @@ class ScheduledStep(Struct, gc=False):
         return [
             RunningRequest(*row, row[0] in resumed, _is_known(known, row[0]))
             for row in zip(*rows, strict=True)
-            if not changed or row[1] is not None or row[0] in resumed
+            if not with_blocks or row[1] is not None
         ]
 
     def loads(self) -> Loads | None:
