@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -85,6 +86,8 @@ rates = rule(
     "a number from 0 to 1 for each draft position, with commas, none above its left",
 )
 
+json_object = rule(json.loads, lambda value: isinstance(value, dict), "JSON objects")
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser; `parse` adds the rules that concern several arguments."""
@@ -122,6 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("context", "make every prompt this many tokens long", whole(1))
     add("max-num-seqs", "vLLM's; sizes the log (batch size)", whole(1))
     add("block-size", "tokens a KV block (vLLM's choice)", whole(1))
+    add("kv-transfer-config", "vLLM's: a KV connector, in JSON", json_object)
     choose("runner", ("auto", "v1", "v2"), "auto", "vLLM's model runner on cuda")
     text = "always make --max-tokens tokens"
     parser.add_argument("--ignore-eos", action="store_true", help=text)

@@ -176,6 +176,8 @@ def engine_arguments(
     }
     if options.block_size:
         arguments["block_size"] = options.block_size
+    if options.kv_transfer_config:
+        arguments["kv_transfer_config"] = options.kv_transfer_config
     if target.random_weights:
         prompt = options.context or prompts.RANDOM_PROMPT_TOKENS
         needed = prompt + options.max_tokens + options.num_speculative_tokens

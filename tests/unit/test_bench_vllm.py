@@ -369,6 +369,7 @@ def test_cells_are_commands_that_bench_vllm_takes():
             assert options.nwor_mode == ("off" if "audit" in cell.name else "stage")
             engine = settings.engine_arguments(options, "cuda", model, model)
             assert engine.get("block_size", 0) == cell.block_size
+            assert engine.get("kv_transfer_config") == cell.connector
             mean = statistics.mean(options.acceptance or [0])
             assert mean == pytest.approx(cell.acceptance / 100)
 

@@ -21,9 +21,10 @@ Exit status: 0 done; 1 outputs differ or vLLM does not run; 2 a bad argument.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ class Cell:
     order. true_off: how often an engine that never loaded NWOR is started before it, at
     its first batch size; the last is compared. Whoever compiles first gets fewer KV
     blocks: their number is compared only after a second start. block_size: in tokens;
-    0: vLLM's. against: what is compared with an unhooked one."""
+    0: vLLM's. connector: its kv_transfer_config. against: what is compared with an
+    unhooked one."""
 
     name: str
     runner: str
@@ -68,6 +70,7 @@ class Cell:
     max_num_seqs: int = 64
     true_off: int = 0
     block_size: int = 0
+    connector: Mapping[str, Any] | None = None
     against: str = "stage"
 
     def arguments(self, batch_size: int) -> list[str]:
@@ -85,6 +88,9 @@ class Cell:
             "--block-size": self.block_size,
         }
         words = [_READ["common"], _READ["drafters"][self.method]]
+        if self.connector:
+            text = json.dumps(self.connector, separators=(",", ":"))
+            words.append(f"--kv-transfer-config {text}")
         words += [f"{name} {value}" for name, value in options.items() if value]
         words.append("--true-off" if self.true_off else "--no-true-off")
         return " ".join(words).split()
