@@ -50,12 +50,15 @@ class Engine:
         self.target, self.drafter = find_models(options)
         arguments = engine_arguments(options, device, self.target, self.drafter)
         from vllm import EngineArgs, LLMEngine
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.core_client import InprocClient
 
         started = time.perf_counter()
         try:
             config = EngineArgs(**arguments)
-            self._engine = LLMEngine.from_engine_args(config)
+            # With the tokens a step of a server, which depend on the device.
+            server = UsageContext.OPENAI_API_SERVER
+            self._engine = LLMEngine.from_engine_args(config, server)
         except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
             text = f"vLLM did not start with the model {self.target.label!r}"
             raise EngineFailed(f"{text}: {_sentence(error)}") from error

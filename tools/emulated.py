@@ -65,32 +65,22 @@ def make_system() -> None:
 
 def main() -> int:
     if (qemu := shutil.which("qemu-aarch64-static")) is None:
-        sys.exit(
-            "emulated: qemu-aarch64-static is missing: apt-get install qemu-user-static"
-        )
+        sys.exit("emulated: no qemu-aarch64-static: apt-get install qemu-user-static")
     wheels = list((ROOT / "dist").glob("vllm_nwor-*_aarch64.whl"))
     if len(wheels) != 1:
         sys.exit("emulated: dist/ has no wheel for aarch64; run: make dist")
     make_system()
-    uv = [
-        sys.executable,
-        "-m",
-        "uv",
-        "pip",
-        "install",
-        "-q",
-        "--python",
-        sys.executable,
-    ]
+    python = sys.executable
+    uv = [python, "-m", "uv", "pip", "install", "-q", "--python", python]
     uv += ["--python-platform", "aarch64-manylinux_2_28", "--python-version", "3.11"]
     uv += ["--target", str(SITE), "--only-binary", ":all:"]
     env = {**os.environ, **setup_env.uv_environment()}
     subprocess.run([*uv, *PACKAGES], check=True, env=env)
     subprocess.run([*uv, "--no-deps", "--reinstall", *wheels], check=True, env=env)
-    python = [qemu, "-cpu", "neoverse-n1", "-L", SYSTEM, SYSTEM / "usr/bin/python3.11"]
+    run = [qemu, "-cpu", "neoverse-n1", "-L", SYSTEM, SYSTEM / "usr/bin/python3.11"]
     tests = [ROOT / "tests" / "kernels" / f"{name}.py" for name in TESTS]
     env = {**os.environ, "PYTHONPATH": f"{SITE}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [*python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    command = [*run, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     return subprocess.run([*command, *sys.argv[1:]], cwd=ROOT, env=env).returncode
 
 

@@ -36,12 +36,8 @@ def main() -> int:
         if not 0 < lines <= part["most"]:
             wrong.append(f"sizes: {name}: {lines} lines; must be 1 to {part['most']}")
     if wrong:
-        print(
-            *wrong,
-            "sizes: the limits are in tools/sizes.yml",
-            sep="\n",
-            file=sys.stderr,
-        )
+        wrong.append("sizes: the limits are in tools/sizes.yml")
+        print(*wrong, sep="\n", file=sys.stderr)
     return int(bool(wrong))
 
 

@@ -6,14 +6,12 @@
 
 does what `python bench_vllm.py` does with each batch size's arguments, and appends the
 line that it would append, to RESULTS/throughput.jsonl, without another start of the
-engine: an 8B engine takes longer to start than to measure. Pairs are added until their
-intervals are narrow enough or `--seconds` are over; the line says which it was.
+engine, which takes longer than to measure. Pairs are added until their intervals are
+narrow enough or `--seconds` are over; the line says which it was.
 
-A cell is a list of arguments of bench_vllm.py, so that this program alone can repeat
-any of its results. vLLM fixes the synthetic
-acceptance of an engine when it starts: two acceptances are two cells. Drafts come from
-an EAGLE head with random weights, which proposes all k of them in every step, on both
-model runners, unless a cell says otherwise.
+A cell is a list of arguments of bench_vllm.py. vLLM fixes the synthetic acceptance of
+an engine when it starts: two acceptances are two cells. Drafts come from an EAGLE head
+with random weights, which proposes all k of them, unless a cell says otherwise.
 
 Exit status: 0 done; 1 outputs differ or vLLM does not run; 2 a bad argument.
 """
@@ -88,12 +86,10 @@ class Cell:
             "--block-size": self.block_size,
         }
         words = [_READ["common"], _READ["drafters"][self.method]]
-        if self.connector:
-            text = json.dumps(self.connector, separators=(",", ":"))
-            words.append(f"--kv-transfer-config {text}")
         words += [f"{name} {value}" for name, value in options.items() if value]
         words.append("--true-off" if self.true_off else "--no-true-off")
-        return " ".join(words).split()
+        more = ["--kv-transfer-config", json.dumps(self.connector)]
+        return " ".join(words).split() + more * bool(self.connector)
 
 
 CELLS = tuple(Cell(name, **fields) for name, fields in _READ["cells"].items())
