@@ -99,7 +99,7 @@ def measured(median=0.998, low=0.996, us=20.0, **changes):
         "stage": {"median": 1.0, "low": 0.996, "high": 1.001},
         "control": {"median": 1.0, "low": 0.999, "high": 1.001},
     }
-    host = {"begin_us_median": us, "commit_us_median": 1.0}
+    host = {"begin_us_median": us, "commit_us_median": 1.0, "step_us_median": 990.0}
     line["summary"]["nwor"] = {"cow": {"host": host}, "stage": {"host": host}}
     return line
 
@@ -123,7 +123,9 @@ def test_costs_of_older_kernels_are_marked_and_one_run_is_no_range():
     row, _ = report.costs(old)
     assert (row["vllm"], row["lost"]) == (f"0.26.0 {reach.OLDER}", "1.0 % (one run)")
     assert cells("throughput", old[0])[0][-1].endswith(reach.OLDER)
-    assert not cells("throughput", measured(0.99))[0][-1].endswith(reach.OLDER)
+    (new,) = cells("throughput", measured(0.99))
+    assert not new[-1].endswith(reach.OLDER)
+    assert new[12:14] == ["990 us", "10 us, 0 us"]  # the steps of 1.0 and 0.99
 
 
 @pytest.mark.parametrize("lost", [0, 64])
