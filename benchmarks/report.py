@@ -261,7 +261,6 @@ TEMPLATES.filters |= {
 TEMPLATES.filters["own_process"] = summary.own_process
 TEMPLATES.tests["current"] = records.is_current
 TEMPLATES.globals |= {"summary": summary, "reach": reach, "mutations": _mutations}
-TEMPLATES.globals["read"] = records.read
 
 
 def rendered(view: str, lines: Sequence[Line] | None = None, **content: Any) -> str:
