@@ -81,7 +81,7 @@ soak: models ## serve a mixed load for MINUTES (10) with NWOR on, and check all 
 # Another million each time: SEED=1000 for those of the committed file.
 nightly: models ## what takes too long for make test: faults, simulation, random engines
 	@mkdir -p $(RESULTS)
-	$(PY) -m tests.simulation --operations 1000000 --seat-steps 10000000 \
+	$(PY) -m tests.simulation --operations 1000000 \
 		--json $(RESULTS)/simulation.jsonl --seed $(or $(SEED),$(shell date +%s))
 	$(PY) -m pytest -m nightly $(ARGS)
 	$(MAKE) test-oldest

@@ -4,7 +4,6 @@
     cache       one allocation with caches of several layouts, and its plain model
     blocks      vLLM's side: requests, block pool, prefix cache
     step        a batch's rows, and vLLM's tensors for them
-    seats       the rule for reusing shadow rows, and a model of it
     engine      the manager around each step, with injected faults, and all checks
     simulator   draws operations from a seed, and plays them
 

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the simulation, or replays a failing list of operations.
 
-    python -m tests.simulation --operations 20000 --seat-steps 200000
+    python -m tests.simulation --operations 20000
     python -m tests.simulation --seed 7 --operations 1000
     python -m tests.simulation --seed 7 --replay '[["arrive", 0, 3], ...]'
 
 Each seed, from --seed on, is a world of its own with up to 1000 operations. The first
 violation is shrunk to a short list and printed with the command that replays it; the
-exit status is 1. Then the same with the model of the seats' rule (--replay with
---of-seats).
+exit status is 1.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from typing import Any
 import torch
 from benchmarks import environment, records
 
-from tests.simulation.seats import Rule
 from tests.simulation.simulator import Operation, Simulator, draw_operations
 
 REPO = Path(__file__).resolve().parents[2]
@@ -37,32 +35,31 @@ class Failure(AssertionError):
     """A seed's failure, shrunk. operations: the short list."""
 
     def __init__(
-        self, error: Exception, seed: int, operations: list[Operation], planted: Any
+        self, error: Exception, seed: int, operations: list[Operation]
     ) -> None:
         super().__init__(
             f"{error}\nseed {seed} fails with {len(operations)} operations; replay:\n"
             f"  python -m tests.simulation --seed {seed} --replay "
-            f"'{json.dumps(operations)}'{' --of-seats' * isinstance(planted, type)}"
+            f"'{json.dumps(operations)}'"
         )
         self.seed, self.operations = seed, operations
 
 
 def run(seed: int, num_left: int, planted: Any = None) -> Counter[str]:
-    """Plays `num_left` operations (of the model of seats at least so many steps),
-    OPERATIONS_PER_SEED per seed, from `seed` on; returns counts of events. planted: as
-    in Simulator. Raises Failure with the first violation, shrunk.
+    """Plays `num_left` operations, OPERATIONS_PER_SEED per seed, from `seed` on.
+    Returns counts of events. planted: as in Simulator. Raises Failure with the first
+    violation, shrunk.
     """
     totals: Counter[str] = Counter()
-    of_seats = isinstance(planted, type)
     while num_left > 0:
-        limit = OPERATIONS_PER_SEED if of_seats else min(OPERATIONS_PER_SEED, num_left)
+        limit = min(OPERATIONS_PER_SEED, num_left)
         simulator = Simulator(seed, planted)
         try:
             simulator.play(draw_operations(random.Random(seed)), limit)
         except Exception as error:
             raise _cut_down(error, seed, planted) from error
         totals += simulator.totals
-        num_left -= simulator.totals["operations/run"] if of_seats else limit
+        num_left -= limit
         seed += 1
     return totals
 
@@ -81,7 +78,7 @@ def _cut_down(error: Any, seed: int, planted: Any) -> Failure:
             return len(kinds) == 1
         return False
 
-    return Failure(latest, seed, shrink(error.played, fails), planted)
+    return Failure(latest, seed, shrink(error.played, fails))
 
 
 def shrink(
@@ -120,15 +117,12 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--operations", type=int, default=20_000)
-    parser.add_argument("--seat-steps", type=int, default=0, help="of seats.py")
     parser.add_argument("--replay", help="operations as JSON, for --seed's world")
-    parser.add_argument("--of-seats", action="store_true", help="--replay there")
     parser.add_argument("--json", type=Path, help="file to append what was found to")
     args = parser.parse_args()
     torch.set_num_threads(1)  # more threads do not help copies this small
     if args.replay is not None:
-        planted = Rule if args.of_seats else None
-        Simulator(args.seed, planted).play(json.loads(args.replay))
+        Simulator(args.seed).play(json.loads(args.replay))
         print("no violation")
         return 0
     started = time.perf_counter()
@@ -136,7 +130,6 @@ def main() -> int:
     totals: Counter[str] = Counter()
     try:
         totals = run(args.seed, args.operations)
-        run(args.seed, args.seat_steps, Rule)
     except Failure as failure:
         violations.append(str(failure))
         print(failure)
@@ -148,7 +141,6 @@ def main() -> int:
             **environment.describe("cpu", REPO),
             "command": " ".join(["python -m tests.simulation", *sys.argv[1:]]),
             "first_seed": args.seed,
-            "num_seat_steps": args.seat_steps,
             "num_operations": num_operations,
             "seconds": round(seconds, 1),
             "violations": violations,
@@ -158,8 +150,7 @@ def main() -> int:
     print(
         f"{num_operations} operations from seed {args.seed} on, "
         f"{totals['commits']} commits of {totals['windows']} windows, "
-        f"{args.seat_steps} steps of seats, in {seconds:.0f} s: "
-        f"{len(violations)} violations"
+        f"in {seconds:.0f} s: {len(violations)} violations"
     )
     return 1 if violations else 0
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -43,7 +43,6 @@ from tests.simulation.cache import (
     Index,
     Violation,
 )
-from tests.simulation.seats import Rule
 from tests.simulation.step import MAX_TOKENS, Rows, Step, Table, slots_of
 from vllm_nwor import metrics, ops
 from vllm_nwor import step as nwor
@@ -176,7 +175,11 @@ class Engine:
         self.slots = np.zeros((len(self.tables), 0), np.int64)
         self._note_own()
         self.num_seats = min((r.num_seats for r in self.regions.values()), default=0)
-        self.rule = Rule()
+        # The runner's step; for each group and seat what shadow.h's rule for reusing
+        # rows goes by: the step in which it was staged last, the end of the rows kept
+        # then (-1 before commit), and the real entry of the last one (0: not staged).
+        self.step = 0
+        self.saved: Any = defaultdict(lambda: (0, -1, 0))
         self.is_dead = False
         if planted is not None:
             planted(self.manager)
@@ -261,7 +264,8 @@ class Engine:
         reasons = [metrics.STALE_LOG] * self.state.is_open
         if self.state is not State.FAILED:
             self.state = State.IDLE
-        self.rule.start(True, True, step.begins)
+        # Earlier rows of a request that begins with drafts had no step of their own.
+        self.step += 1 + step.begins
         self.seam.arm(fault._replace(name="none"))
         if step.num_known and not is_missed and not (reasons and self.strict):
             reasons += self._plan(step, fault)
@@ -415,7 +419,7 @@ class Engine:
                 valid = rows.end - rows.num_rejected
                 last = int(self.own[gid][row, (valid - 1) // tokens])
                 is_staged = valid > entry * tokens
-                self.rule.commit((gid, seat), valid, last * is_staged)
+                self.saved[gid, seat] = self.step, valid, last * is_staged
         if not raised:
             is_whole = not fails and not self._is_partly_plain(step)
             of_row = rose[0, :5].tolist() + rose[:, 5:].sum(axis=0).tolist()
@@ -482,8 +486,8 @@ class Engine:
                 tables[gid][row, entries] = first_shadow + entries % span
                 first = rows.request.num_computed
                 last = int(self.own[gid][row, (first - 1) // tokens])
-                counts = self.rule.counts((gid, seat), first, last)
-                self.rule.stage((gid, seat))
+                counts = self.saved[gid, seat] == (self.step - 1, first, last)
+                self.saved[gid, seat] = self.step, -1, 0
                 if first > entry * tokens:
                     self.totals["prefixes/kept" if counts else "prefixes/copied"] += 1
                     step.num_copied[gid] += (not counts) * (first - entry * tokens)

@@ -24,7 +24,6 @@ import numpy as np
 from tests.simulation.blocks import Blocks, Request, condense
 from tests.simulation.cache import MAX_DRAFTS, MAX_REQUESTS, Cache
 from tests.simulation.engine import FAULTS, Engine, Fault
-from tests.simulation.seats import SeatCache, SeatEngine
 from tests.simulation.step import EMPTY, FORMS, MAX_TOKENS, PADDED, PLAIN, Rows
 
 LOGGER = logging.getLogger("vllm.v1.nwor")
@@ -75,19 +74,17 @@ def draw_operations(draw: random.Random) -> Iterator[Operation]:
 class Simulator:
     """One world, drawn from a seed: its cache, its engine, its requests.
 
-    planted: called with each manager before its first step; or a Rule, to play the
-        model of seats with it. totals: counts of events.
+    planted: called with each manager before its first step. totals: counts of events.
     """
 
     def __init__(self, seed: int, planted: Any = None) -> None:
-        draw, of_seats = random.Random(seed), isinstance(planted, type)
+        draw = random.Random(seed)
         self.settings: dict[str, Any] = {
             "strict": draw.random() < 0.1,
             "has_indices": draw.random() < 0.5,
             "capacity": draw.choice((6, 24, 24)),
         }
-        self.cache: Any = SeatCache(draw) if of_seats else Cache(draw)
-        self.make_engine: Any = SeatEngine if of_seats else Engine
+        self.cache = Cache(draw)
         self.is_lifo = draw.random() < 0.7
         self.payloads = np.random.default_rng(draw.randrange(1 << 32))
         self.planted = planted
@@ -99,7 +96,7 @@ class Simulator:
 
     def _start_engine(self) -> None:
         args = self.cache, self.totals, self.planted
-        self.engine = self.make_engine(*args, **self.settings)
+        self.engine = Engine(*args, **self.settings)
         self.blocks = Blocks(self.cache, self.is_lifo, self.totals)
         self.rows: list[Request] = []
         self.indices = list(range(MAX_REQUESTS))
