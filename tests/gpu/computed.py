@@ -15,7 +15,6 @@ from typing import Any
 from tests.gpu.engines import EngineSpec
 from tests.gpu.harness import SEED, Engine, Report
 from tests.gpu.rows import Row, prompt
-from tests.gpu.weights import SHAPE
 from tests.helpers.player import Request
 
 NUM_TEXTS, LENGTH, NUM_DECODED = 16, 256, 128
@@ -109,13 +108,8 @@ def computed(spec: EngineSpec, models: Path, report: Report, **more: Any) -> Non
     with graphs, in NWOR_TEST_FOLDER."""
     import torch
 
-    if "8b" in spec.name:
-        from benchmarks.settings import TARGET, find_model
-
-        more |= {"model": find_model("--model", SHAPE, TARGET).location}
-        more |= {"skip_tokenizer_init": True, "speculative_config": None}
     engine = started(spec, models, report, **more)
-    if not spec.real and "8b" not in spec.name:
+    if not spec.real:
         engine.rpc("test_randomize", 20)
     read = Reader(engine).read
     read(TEXTS[:2], num_decoded=8)  # first uses of kernels

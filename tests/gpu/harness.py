@@ -61,6 +61,17 @@ class Outcome(Outputs):
     seconds: float = 0.0
 
 
+def distance(one: Outcome, name: str, other: Outcome, other_name: str) -> float:
+    """The largest difference of two requests' logprobs of their first token, which
+    depend on prompt and weights alone: among common tokens; 100 if there is none."""
+    first, second = (
+        {token: value for token, value, _ in of.logprobs[its][0]}
+        for of, its in ((one, name), (other, other_name))
+    )
+    both = [abs(first[token] - second[token]) for token in first.keys() & second.keys()]
+    return max(both, default=100.0)
+
+
 class Engine(Player):
     """A started engine for `spec`; the environment sets NWOR's mode."""
 

@@ -30,7 +30,7 @@ from tests.gpu.computed import (  # noqa: F401 # jobs
     computed_whole,
 )
 from tests.gpu.engines import BY_NAME, EngineSpec
-from tests.gpu.harness import SEED, Engine, Outcome, Report
+from tests.gpu.harness import SEED, Engine, Outcome, Report, distance
 from tests.gpu.rows import (
     PHASES,
     SLEEP_ROWS,
@@ -288,27 +288,13 @@ def named(engine: Engine) -> list[list[str]]:
 def differences(outcome: Outcome) -> dict[str, float]:
     """Of the logprobs of the first token, alone and beside another, by the prompt's
     length."""
-    found = {}
-    for name in outcome.logprobs:
-        if name.startswith("alone/"):
-            other = name.replace("alone", "beside")
-            found[name.split("/")[1]] = largest_difference(
-                outcome, name, outcome, other
-            )
-    return found
-
-
-def largest_difference(
-    one: Outcome, name: str, other: Outcome, other_name: str
-) -> float:
-    """Of the logprobs of the first token, which depends on the prompt alone: among
-    common tokens; 100 if there is none."""
-    first, second = (
-        {token: value for token, value, _ in of.logprobs[its][0]}
-        for of, its in ((one, name), (other, other_name))
-    )
-    both = [abs(first[token] - second[token]) for token in first.keys() & second.keys()]
-    return max(both, default=100.0)
+    return {
+        name.split("/")[1]: distance(
+            outcome, name, outcome, name.replace("alone", "beside")
+        )
+        for name in outcome.logprobs
+        if name.startswith("alone/")
+    }
 
 
 def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
@@ -345,7 +331,7 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
         computed = engine.run_again(Row("fresh", (fresh,)))
 
     found = [
-        largest_difference(loaded, request.name, computed, f"fresh/{request.name}")
+        distance(loaded, request.name, computed, f"fresh/{request.name}")
         for request in later
     ]
     report.save(
@@ -374,9 +360,7 @@ def loaded_again(spec: EngineSpec, models: Path, report: Report) -> None:
     cached = loaded, engine.run_again(Row("salted", (salted,)))
     report.save(
         cached=[[*one.cached.values()] for one in cached],
-        differences=[
-            largest_difference(loaded, one.name, first, one.name) for one in texts
-        ],
+        differences=[distance(loaded, one.name, first, one.name) for one in texts],
     )
 
 

@@ -23,7 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.engines import EngineSpec
-from tests.gpu.harness import DRAIN_STEPS, SEED, Engine, Outcome, Report
+from tests.gpu.harness import (
+    DRAIN_STEPS,
+    SEED,
+    Engine,
+    Outcome,
+    Report,
+    distance,
+)
 from tests.gpu.rows import prompt
 from tests.helpers.player import Request, risen
 
@@ -35,7 +42,7 @@ CHANGE_BEFORE_STEP = 5
 NUM_STEPS = 80
 IN_FLIGHT = ("flight", "paused")
 OFF = "off"
-NUM_LOGPROBS, FAR = 20, 100.0
+NUM_LOGPROBS = 20
 NUM_LOOKS, NUM_WARM = 12, 2
 SHAPE = "shape:llama-8b"
 
@@ -185,8 +192,10 @@ class Refit:
             "routes": {k: v for k, v in risen(changes, self.changes()).items() if v},
             "findings": self.findings(),
             "cached": second.cached[f"{row}/second"],
-            "distance": distance(second, right),
-            "changed": None if when in IN_FLIGHT else distance(first, right),
+            "distance": distance(second, f"{row}/second", right, f"{row}/right"),
+            "changed": None
+            if when in IN_FLIGHT
+            else distance(first, f"{row}/first", right, f"{row}/right"),
         }
 
     def ask(self, name: str, text: Sequence[int], max_tokens: int = 12) -> Outcome:
@@ -232,18 +241,6 @@ class Refit:
         found = [look["findings"] for look in self.engine.rpc("test_audit")]
         before, self.num_found = self.num_found, [len(of_rank) for of_rank in found]
         return [of_rank[n:] for of_rank, n in zip(found, before, strict=True)]
-
-
-def distance(one: Outcome, other: Outcome) -> float:
-    """The largest difference of logprobs of the first token, which depends on text and
-    weights alone, among the tokens that both have. FAR if there is none."""
-    first, second = (
-        {token: value for token, value, _ in logprobs[0]}
-        for outcome in (one, other)
-        for logprobs in outcome.logprobs.values()
-    )
-    both = [abs(first[token] - second[token]) for token in first.keys() & second.keys()]
-    return max(both, default=FAR)
 
 
 def weights_cost(spec: EngineSpec, models: Path, report: Report) -> None:
