@@ -169,11 +169,6 @@ def test_an_adapter_that_is_read_in_every_step(adapters: Adapters) -> None:
     check_way(adapters, "written", load_inplace=True)
 
 
-@pytest.mark.parametrize("engine", [*KINDS][1:], indirect=True)
-def test_in_every_mode(adapters: Adapters) -> None:
-    check_way(adapters, "in_place")
-
-
 def test_changes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of adapters that a request had. (The last engine's metrics are shown.)"""
     engine = Engine("off", EVERYTHING, **ARGUMENTS, disable_log_stats=False)

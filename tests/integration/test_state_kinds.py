@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.forward_context import get_forward_context
 
 from tests.helpers.drafters import no_drafts
 from tests.helpers.engine import Engine, Request, prompt
@@ -29,20 +28,15 @@ from tests.helpers.hybrid import AUDIT, found
 from tests.helpers.logs import nwor_log
 from tests.helpers.runner_probe import request_name
 from tests.integration.test_states import (
-    AT_STEP,
     REQUESTS,
     play,
-    replace_forward,
 )
 from vllm_nwor.audit import build
 from vllm_nwor.config import NworConfig
 from vllm_nwor.hooks import caches
 
-# The states of a layer, and where it is.
-MODELS = {
-    "tiny-granite-hybrid": (["conv", "temporal"], "mixer"),
-    "tiny-lfm2": (["conv"], "short_conv"),
-}
+# The states of a layer.
+MODELS = {"tiny-granite-hybrid": ["conv", "temporal"], "tiny-lfm2": ["conv"]}
 
 
 @functools.cache
@@ -53,16 +47,8 @@ def start(model: str, **arguments: Any) -> Engine:
 @pytest.fixture(params=MODELS)
 def engine(request: pytest.FixtureRequest) -> Engine:
     engine = start(request.param, speculative_config=None)
-    engine.states, name = MODELS[request.param]
-    engine.layers = [f"model.layers.{number}.{name}" for number in range(3)]
+    engine.states = MODELS[request.param]
     return engine
-
-
-def of_layer(engine: Engine, number: int) -> tuple[Any, Any]:
-    """The metadata of the step, and the layer's caches."""
-    name = engine.layers[number]
-    modules = engine.runner.compilation_config.static_forward_context
-    return get_forward_context().attn_metadata[name], modules[name].kv_cache
 
 
 def test_right_states_are_silent(engine: Engine) -> None:
@@ -85,34 +71,11 @@ def test_right_states_are_silent(engine: Engine) -> None:
         assert found(engine) == []
 
 
-def test_a_state_that_is_not_written_is_named(engine: Engine) -> None:
-    """All requests of the step, in that layer alone."""
-
-    def act(number: int, at: int, forward: Any) -> Any:
-        if at != AT_STEP:
-            return forward()
-        metadata, of_layers = of_layer(engine, 1)
-        blocks = metadata.state_indices_tensor_d[:, 0].long()
-        before = of_layers[number].clone()
-        result = forward()
-        of_layers[number][blocks] = before[blocks]
-        return result
-
-    for number, state in enumerate(engine.states):
-        with pytest.MonkeyPatch.context() as patch:
-            steps = replace_forward(engine, patch, functools.partial(act, number))
-            engine.run(REQUESTS)
-        findings = [one for one in found(engine) if one.step == steps[AT_STEP - 1]]
-        places = {(one.kind, one.state, one.layer, one.num_layers) for one in findings}
-        assert places == {("state_not_written", state, engine.layers[1], 1)}
-        assert len(findings) == len({one.owner for one in findings}) == len(REQUESTS)
-
-
 def test_states_that_vllms_cpu_code_misplaces_with_speculation_are_named(
     engine: Engine,
 ) -> None:
     """Nobody has a draft."""
-    model = next(one for one in MODELS if MODELS[one][0] == engine.states)
+    model = next(one for one in MODELS if MODELS[one] == engine.states)
     requests = REQUESTS[:3]
     right = engine.run(requests)
     assert found(engine) == []

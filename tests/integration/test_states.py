@@ -3,7 +3,8 @@
 nets and one attention layer, on the V1 runner.
 
 vLLM is mended here (helpers/hybrid.py) where states would be wrong without a fault of
-these tests; test_state_bugs.py runs it as it is.
+these tests; test_state_bugs.py runs it as it is. Planted faults of each class, on such
+an engine: tests/e2e/test_audit_selftest.py.
 
 Not covered: the V2 runner and CUDA (tests/gpu), states in the prefix cache, other
 recurrent layers (test_state_kinds.py).
@@ -12,6 +13,7 @@ recurrent layers (test_state_kinds.py).
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -22,11 +24,10 @@ from vllm.forward_context import BatchDescriptor, get_forward_context
 
 from tests.helpers import hybrid
 from tests.helpers.drafters import all_wrong, mixture, mixture_of_four, no_drafts
-from tests.helpers.engine import NUM_DRAFTS, Engine, Request, Result, prompt
+from tests.helpers.engine import Engine, Request, Result, prompt
 from tests.helpers.hybrid import (
     BEFORE_0_32,
     LAYERS,
-    caches,
     found,
     host,  # noqa: F401
     mend_convolutions,
@@ -41,8 +42,6 @@ REQUESTS = [
     # vLLM before 0.32 gives a prompt of one token the state of another request.
     for number, length in enumerate((2 if BEFORE_0_32 else 1, 2, 5, 33, 64, 65, 7, 40))
 ]
-AT_STEP = 12
-Fault = Callable[[Engine, Any], None]
 
 
 @pytest.fixture
@@ -142,76 +141,14 @@ def test_without_speculation() -> None:
 
 def replace_forward(
     engine: Engine, patch: pytest.MonkeyPatch, act: Callable[[int, Any], Any]
-) -> list[int]:
-    """Calls act(number, forward) in place of each forward, the first being 1. Returns
-    the audit's steps, which grow as they run."""
-    forward = engine.runner._model_forward
-    steps: list[int] = []
+) -> None:
+    """Calls act(number, forward) in place of each forward, the first being 1."""
+    forward, numbers = engine.runner._model_forward, itertools.count(1)
 
     def replacing(*args: Any, **kwargs: Any) -> Any:
-        steps.append(engine.audit.audit.step)
-        return act(len(steps), functools.partial(forward, *args, **kwargs))
+        return act(next(numbers), functools.partial(forward, *args, **kwargs))
 
     patch.setattr(engine.runner, "_model_forward", replacing)
-    return steps
-
-
-def of_layers(metadata: Any) -> list[Any]:
-    return [metadata[name] for name in LAYERS]
-
-
-def wrong_column(engine: Engine, metadata: Any) -> None:
-    """As vLLM issue 39273: all layers go on from another draft's state."""
-    for one in of_layers(metadata):
-        one.num_accepted_tokens[0] = one.num_accepted_tokens[0] % NUM_DRAFTS + 1
-
-
-def swapped(engine: Engine, metadata: Any) -> None:
-    table = of_layers(metadata)[1].spec_state_indices_tensor
-    table[:2] = table[:2].flip(0)
-
-
-def zeroed(engine: Engine, metadata: Any) -> None:
-    table = of_layers(metadata)[2].spec_state_indices_tensor
-    caches(engine, 2)[1][table[0].long()] = 0
-
-
-FAULTS: dict[Fault, tuple[str, set[str], list[str]]] = {
-    wrong_column: ("stale_state", {"conv", "temporal"}, LAYERS),
-    swapped: ("foreign_state", {"conv", "temporal"}, LAYERS[1:2]),
-    zeroed: ("changed_state", {"temporal"}, LAYERS[2:]),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_is_named(
-    engine: Engine,
-    truth: dict[str, list[int]],
-    mended: None,
-    monkeypatch: pytest.MonkeyPatch,
-    fault: Fault,
-) -> None:
-    """In the step in which it happens."""
-
-    def act(number: int, forward: Any) -> Any:
-        if number == AT_STEP:
-            fault(engine, get_forward_context().attn_metadata)
-        return forward()
-
-    steps = replace_forward(engine, monkeypatch, act)
-    play(engine, mixture_of_four, truth)
-    kind, states, layers = FAULTS[fault]
-    findings = [one for one in found(engine) if one.step == steps[AT_STEP - 1]]
-    assert {one.kind for one in findings} == {kind}
-    assert {one.state for one in findings} == states
-    for one in findings:
-        assert (one.layer, one.num_layers) == (layers[0], len(layers))
-        name = request_name(one.owner)
-        assert name in ("r0", "r1")
-        other = {"r0": "r1", "r1": "r0"}[name]
-        writer = {"stale_state": name, "foreign_state": other}.get(kind)
-        assert (one.writer.request and request_name(one.writer.request)) == writer
-        assert one.expected == str(one.position)
 
 
 def test_after_a_wrong_read_a_buffer_is_unknown(
@@ -221,9 +158,10 @@ def test_after_a_wrong_read_a_buffer_is_unknown(
     token, too: that is no state which was not written."""
 
     def act(number: int, forward: Any) -> Any:
-        for one in of_layers(get_forward_context().attn_metadata):
-            if one.num_accepted_tokens is not None:
-                one.num_accepted_tokens.fill_(1)
+        metadata = get_forward_context().attn_metadata
+        for name in LAYERS:
+            if metadata[name].num_accepted_tokens is not None:
+                metadata[name].num_accepted_tokens.fill_(1)
         return forward()
 
     replace_forward(engine, monkeypatch, act)

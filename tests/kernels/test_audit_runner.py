@@ -60,7 +60,6 @@ from vllm_nwor.hooks import caches, connectors, worker
 from vllm_nwor.hooks.runner import RunnerState
 from vllm_nwor.layout.caches import ExpectedCaches, ExpectedLayer, Loads
 from vllm_nwor.layout.tables import DeviceMemory
-from vllm_nwor.step import Observer
 
 # --- the tables -----------------------------------------------------------------------
 
@@ -626,47 +625,6 @@ def test_a_failure_of_an_earlier_audit_leaves_the_runners_own_alone():
     assert earlier._has_failed
     assert [observer.name for observer in own.observers] == ["audit"]
     assert own.removed == []
-
-
-# Whether another observer is called before the audit when it is the outermost.
-MOMENTS = {
-    "step_started": True,
-    "tables_final": True,
-    "before_forward": True,
-    "sampled": False,
-    "output_ready": False,
-}
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_step_in_which_another_thread_removes_an_observer(moment, monkeypatch):
-    """The step is whole for the others, and the next one is not the audit's."""
-    world = prefilled()
-    observer, seen, calls = world.observer, [], []
-    removes = Observer("removes", **{moment: lambda *_: in_a_thread(observer.leave)})
-    first = [removes, observer] if MOMENTS[moment] else [observer, removes]
-    names = [*MOMENTS, "step_failed"]
-    last = {name: lambda *_, name=name: seen.append(name) for name in names}
-    others = Observer("last", every_step=True, **last)
-    for name in ("begin_step", "plan", "resolve"):
-        part = getattr(world.audit, name)
-
-        def counted(*args, name=name, part=part):
-            calls.append(name)
-            part(*args)
-
-        monkeypatch.setattr(world.audit, name, counted)
-    state = world.runner.nwor_state = RunnerState([*first, others])
-    for _ in range(2):
-        without_host(world, 1)
-        world.ends(LateOutput()).get_output()
-
-    assert seen == [*MOMENTS, *MOMENTS]
-    # What the moment had begun is done; nothing comes after it.
-    parts = {"step_started": 1, "tables_final": 2, "before_forward": 2}
-    assert calls == ["begin_step", "plan", "resolve"][: parts.get(moment, 3)]
-    assert state.observers == (removes, others)
-    assert state.removed == [observer]
 
 
 @pytest.mark.parametrize(
