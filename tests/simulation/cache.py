@@ -29,8 +29,6 @@ MAX_REQUESTS = 6
 GUARD_BYTES = 64
 ALIGNMENT = 16
 MOST_BYTES = 1 << 19
-ROW_KINDS = ("nhd", "hnd", "mla")
-PACKED_KINDS = ("columns", "pairs")
 
 
 class Violation(AssertionError):
@@ -90,9 +88,9 @@ class Cache:
     """
 
     def __init__(self, draw: random.Random) -> None:
-        """1 to 3 groups of 1 to 3 layers with layouts drawn from `draw`. Groups have
-        their own memory, or share it as in vLLM's hybrid caches. No group is staged, or
-        all, or the first one only."""
+        """1 to 3 groups of 1 to 3 layers, drawn from `draw`. Groups have their own
+        memory, or share it as in vLLM's hybrid caches. No group is staged, or all, or
+        the first one only."""
         self.num_blocks = num_blocks = draw.choice((16, 32, 48))
         num_groups, num_layers = draw.choice((1, 1, 2, 2, 3)), draw.randint(1, 3)
         shares_memory = num_groups > 1 and draw.random() < 0.4
@@ -100,7 +98,7 @@ class Cache:
         sizes = [draw.choice((2, 4, 8)) for _ in range(num_groups)]
         num_staged = draw.choice((0, 1, 1, num_groups, num_groups))
         num_seats = draw.choice((2, MAX_REQUESTS, MAX_REQUESTS))
-        kinds = draw.choice((ROW_KINDS, PACKED_KINDS, ROW_KINDS + PACKED_KINDS))
+        num_packed = draw.choice((0, 1, num_layers))  # of each group's layers
         # The last layer may be the drafter's, which is not protected.
         has_drafter = num_groups * num_layers > 1 and draw.random() < 0.3
         regions: list[ShadowRegion | None] = [None] * num_groups
@@ -135,9 +133,8 @@ class Cache:
             layers, protected = {}, {}
             for number in range(num_layers):
                 start = first + number * (page_bytes if side_by_side else extent)
-                kind = draw.choice(kinds)
-                name = f"group {gid} layer {number} ({kind})"
-                layer = self._layer(name, kind, draw, *form, start)
+                name = f"group {gid} layer {number}"
+                layer = self._layer(name, number < num_packed, *form, start)
                 layers[name], protected[name] = layer
             end = max(end, start + extent)
             if has_drafter and gid == num_groups - 1:
@@ -159,41 +156,27 @@ class Cache:
     def _layer(
         self,
         name: str,
-        kind: str,
-        draw: random.Random,
+        is_packed: bool,
         num_blocks: int,
         block_size: int,
         slot_bytes: int,
         block_stride: int,
         start: int,
     ) -> tuple[Index, LayerCache]:
-        """A layer's index, and its cache for the manager; strides and `start` in bytes,
-        in the kernel's blocks."""
-        heads = draw.choice((1, 2)) if kind in ("nhd", "hnd") else 1
-        size = slot_bytes // heads
-        by_slot, by_head = slot_bytes, size
-        if kind == "hnd":
-            by_slot, by_head = size, block_size * size
-        # The tensor that vLLM would bind.
-        dtype = draw.choice((torch.uint8, torch.bfloat16, torch.float32))
-        item = dtype.itemsize
-        tensor = self._memory.view(dtype).as_strided(
-            (num_blocks, heads, block_size, size // item),
-            (block_stride // item, by_head // item, by_slot // item, 1),
-            start // item,
+        """A layer's index, and its cache for the manager: rows, or columns and a row of
+        each slot, as CPU_ATTN packs (`vec`). Blocks are the kernel's."""
+        tensor = self._memory.as_strided(
+            (num_blocks, block_size, slot_bytes), (block_stride, slot_bytes, 1), start
         )
-        if kind not in ("nhd", "hnd"):
-            tensor = tensor.select(1, 0)
-        if kind in PACKED_KINDS:
-            # As CPU_ATTN packs: `vec`, and `amx` in small, pairs of two-byte elements.
-            sizes = (2, slot_bytes // 2) if kind == "columns" else (4, 0)
-            owner = reference.columns(block_size, slot_bytes // 4, *sizes)
+        if is_packed:
+            sizes = slot_bytes // 4, 2, slot_bytes // 2
+            owner = reference.columns(block_size, *sizes)
             plain = reference.packed_layout(num_blocks, owner, block_stride)
             runs = [runs_of(offsets) for offsets in plain.index[:block_size]]
             layout = packed_layout(runs, tensor)
         else:
-            shape = num_blocks, block_size, heads, size
-            plain = reference.row_layout(*shape, block_stride, by_head, by_slot)
+            shape = num_blocks, block_size, 1, slot_bytes
+            plain = reference.row_layout(*shape, block_stride, 0, slot_bytes)
             layout = row_layout(tensor)
         return start + plain.index.numpy(), LayerCache(name, tensor, layout)
 
