@@ -23,14 +23,11 @@ import pytest
 import torch
 
 from tests.helpers.drafters import no_drafts
-from tests.helpers.engine import Engine, Request, prompt
+from tests.helpers.engine import Engine
 from tests.helpers.hybrid import AUDIT, found
 from tests.helpers.logs import nwor_log
 from tests.helpers.runner_probe import request_name
-from tests.integration.test_states import (
-    REQUESTS,
-    play,
-)
+from tests.integration.test_states import REQUESTS, come_and_go, play
 from vllm_nwor.audit import build
 from vllm_nwor.config import NworConfig
 from vllm_nwor.hooks import caches
@@ -53,20 +50,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 def test_right_states_are_silent(engine: Engine) -> None:
     """Prompts of 1 to 300 tokens, chunks, repeating text, aborted requests."""
-    draw = random.Random(5)
-    later = [
-        Request(
-            f"q{number}",
-            (7,) * length if number % 3 == 0 else prompt(100 + number, length),
-            20,
-            at=number,
-            abort_at=number + 6 if number % 4 == 1 else None,
-        )
-        for number, length in enumerate(
-            draw.choice((1, 2, 3, 30, 90, 300)) for _ in range(24)
-        )
-    ]
-    for requests in (REQUESTS, later):
+    for requests in (REQUESTS, come_and_go(random.Random(5), 24)):
         engine.run(requests)
         assert found(engine) == []
 

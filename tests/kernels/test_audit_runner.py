@@ -42,6 +42,7 @@ from tests.kernels.audit_world import (  # noqa: F401
     synchronize,
 )
 from tests.kernels.reference import random_bytes
+from tests.kernels.test_validation import every_second
 from vllm_nwor.audit import build, fingerprints
 from vllm_nwor.audit import findings as audit_findings
 from vllm_nwor.audit import observer as audit_observer
@@ -97,12 +98,6 @@ def test_findings_of_steps_that_nobody_asked_for_wait():
     expected = [step for step in range(2, 8) for _ in range(N)]
     assert fields(kept.findings, "step") == expected
     assert outbox.take(outbox.num_sent) == Found()
-
-
-def in_a_thread(call):
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
 
 
 class LateOutput:
@@ -298,7 +293,10 @@ def test_what_is_counted_while_an_output_takes_the_counts_along_is_not_lost():
 
     def count_more():
         without_host(world, 3, 15)
-        in_a_thread(partial(world.observer._take, outbox.num_sent))
+        take = partial(world.observer._take, outbox.num_sent)
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join()
 
     outputs = []
     without_host(world, 1, 15)
@@ -310,11 +308,6 @@ def test_what_is_counted_while_an_output_takes_the_counts_along_is_not_lost():
     # The first one is not read.
     counts = [output.nwor_stats.counts() for output in outputs[1:]]
     assert [count["steps"] for count in counts] == [4, 3]
-
-
-def every_second(tensor):
-    """The same values, not contiguous."""
-    return tensor.repeat_interleave(2, dim=-1)[..., ::2]
 
 
 # An op's argument, by number; what becomes of it, and what is said.
