@@ -13,13 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.compare import (
-    Found,
-    Report,
-    byte_problems,
-    counter_problems,
-    differing,
-)
+from tests.gpu.compare import Found, Report, byte_problems, counter_problems, differing
 from tests.gpu.engines import BY_NAME, EngineSpec
 from tests.gpu.pool import ON, Chain, engines_fixture, engines_of
 from tests.gpu.rows import PHASES, SLEEP_ROWS

@@ -23,14 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.engines import EngineSpec
-from tests.gpu.harness import (
-    DRAIN_STEPS,
-    SEED,
-    Engine,
-    Outcome,
-    Report,
-    distance,
-)
+from tests.gpu.harness import DRAIN_STEPS, SEED, Engine, Outcome, Report, distance
 from tests.gpu.rows import prompt
 from tests.helpers.player import Request, risen
 

@@ -97,9 +97,7 @@ def test_a_correct_run_has_no_finding(mode: str, name: str) -> None:
     assert engine.audit.audit.totals()["contents"] > 20_000
 
 
-def test_a_window_over_layers_of_different_sizes(
-    tmp_path: Path,
-) -> None:
+def test_a_window_over_layers_of_different_sizes(tmp_path: Path) -> None:
     """Target and draft model have the same window and different heads: vLLM's workers
     have a spec per layer of the group, and free blocks below the window."""
     window = {"layer_types": ["sliding_attention"] * 4, "sliding_window": 64}

@@ -99,9 +99,7 @@ def test_correct_stores_and_loads_are_no_findings(
 
 
 @pytest.mark.parametrize("speculates", [True, False])
-def test_storing_a_chunk_with_an_uncommitted_slot_is_found(
-    speculates: bool,
-) -> None:
+def test_storing_a_chunk_with_an_uncommitted_slot_is_found(speculates: bool) -> None:
     """The slot has the request's rejected draft; without speculation it was never
     written."""
     changes = {} if speculates else {"speculative_config": None}

@@ -22,13 +22,7 @@ from vllm.config import CompilationMode
 from vllm.v1.sample import rejection_sampler
 
 from tests.helpers import reach, worker_probe
-from tests.helpers.drafters import (
-    Plan,
-    ScriptedDrafter,
-    all_wrong,
-    mixture,
-    truth_of,
-)
+from tests.helpers.drafters import Plan, ScriptedDrafter, all_wrong, mixture, truth_of
 from tests.helpers.engine import (
     Engine,
     Request,

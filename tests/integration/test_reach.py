@@ -23,13 +23,7 @@ from tests.helpers.drafters import mixture_of_four
 from tests.helpers.engine import NUM_DRAFTS, Engine, Request, prompt
 from tests.helpers.environment import model_path
 from tests.helpers.tail_connector import TailConnector
-from tests.integration.test_byte_oracle import (
-    MLA,
-    Case,
-    check_off,
-    check_on,
-    watch,
-)
+from tests.integration.test_byte_oracle import MLA, Case, check_off, check_on, watch
 
 
 def method(name: str, model: str | None = None, num_layers: int = 0, **more: Any):

@@ -112,10 +112,7 @@ class World:
                 self.change(self, block, group)
 
     def ask(
-        self,
-        *texts: Sequence[int],
-        num_loaded: int | None = None,
-        resets: bool = True,
+        self, *texts: Sequence[int], num_loaded: int | None = None, resets: bool = True
     ) -> dict[str, int]:
         """Asks for each text, with nothing in the cache of the engine. Returns the rise
         of the audit's counts."""

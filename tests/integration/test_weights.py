@@ -443,10 +443,7 @@ def fly(engine: Engine, act: Callable[[], Any]) -> tuple[Result, list[int]]:
 @of_each_kind
 @pytest.mark.parametrize("when", ["between steps", "paused", "reset in vain"])
 def test_requests_in_flight_are_not_found_but_their_blocks_are(
-    engine: Engine,
-    when: str,
-    changes: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    engine: Engine, when: str, changes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the block that spans the change, and one behind it. vLLM resets nothing
     while requests run. The change is not taken for an unannounced one."""

@@ -29,10 +29,7 @@ from vllm_nwor.audit.observer import RunnerAudit
 from vllm_nwor.audit.state import Audit
 from vllm_nwor.audit.states import States
 from vllm_nwor.audit.tables import AuditedGroup, GroupShape
-from vllm_nwor.config import (
-    AuditMode,
-    StaleMode,
-)
+from vllm_nwor.config import AuditMode, StaleMode
 from vllm_nwor.hooks import caches, runner_v1, runner_v2
 from vllm_nwor.hooks.runner import RunnerState, execute_model, sample_tokens
 from vllm_nwor.hooks.states import StateMetadata

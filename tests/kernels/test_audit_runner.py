@@ -51,12 +51,7 @@ from vllm_nwor.audit.observer import RunnerAudit
 from vllm_nwor.audit.state import Audit
 from vllm_nwor.audit.states import Sizes as StateSizes
 from vllm_nwor.audit.tables import AuditedGroup, GroupShape, num_bytes
-from vllm_nwor.config import (
-    AUDIT_FILE,
-    AuditMode,
-    NworConfig,
-    NworConfigError,
-)
+from vllm_nwor.config import AUDIT_FILE, AuditMode, NworConfig, NworConfigError
 from vllm_nwor.hooks import caches, connectors, worker
 from vllm_nwor.hooks.runner import RunnerState
 from vllm_nwor.layout.caches import ExpectedCaches, ExpectedLayer, Loads

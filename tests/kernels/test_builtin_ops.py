@@ -13,13 +13,7 @@ import pytest
 import torch
 
 from tests.kernels.reference import check
-from tests.kernels.test_transaction import (
-    EXAMPLE,
-    PAGES,
-    column_major,
-    layout_for,
-    nhd,
-)
+from tests.kernels.test_transaction import EXAMPLE, PAGES, column_major, layout_for, nhd
 from tests.kernels.test_validation import Calls
 from tests.kernels.transaction import (
     CLASSES,
