@@ -144,14 +144,6 @@ def test_a_process_that_dies_takes_one_case_with_it(monkeypatch) -> None:
     assert died == {"store_load": "", "evicted": "status -11", "sleep": ""}
 
 
-def test_a_process_that_ends_after_a_case_is_followed_by_another(monkeypatch) -> None:
-    reports, asked = played(
-        monkeypatch, ends("store_load"), [*ends("evicted"), *ends("sleep")]
-    )
-    assert asked[1] == ["evicted", "sleep"]
-    assert not any(report.died for report in reports.values())
-
-
 @pytest.mark.parametrize(
     ("process", "text"),
     [([{"unstarted": "ValueError: no"}], "ValueError: no"), ([], "status -11")],
