@@ -388,12 +388,3 @@ def test_other_modes_and_calls_outside_start_up_change_nothing(monkeypatch, name
     assert scheduler == generate_scheduler_kv_cache_config(workers)
     assert not any(hasattr(worker, "nwor_shadow") for worker in workers)
     assert lines == []
-
-
-def test_a_second_engine_does_not_get_the_first_ones_configuration():
-    first, second = workers_of(), workers_of()
-    start(first, vllm_config(speculative_config=None))
-    start(second)
-
-    assert first[0].nwor_shadow == "no speculative decoding is configured"
-    assert second[0].nwor_shadow[0].num_seats == NUM_SEQS
