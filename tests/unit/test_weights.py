@@ -402,17 +402,6 @@ def test_what_is_no_label_is_none(label):
     assert core.step().label == ""
 
 
-def test_the_label_is_that_of_now():
-    core = Core()
-    core._weight_version = "default"
-    assert core.step() == Weights()
-    core.rpc("update_weights", write(2))
-    core.epoch()
-    core._weight_version = "step-2"  # vLLM sets it behind the update
-    found = core.step()
-    assert (found.epoch, found.label) == (1, "step-2")
-
-
 def test_other_weights_under_a_label_are_logged_once(caplog):
     """Without a label there is nothing to say, nor where a new one comes with them."""
     core = Core()
