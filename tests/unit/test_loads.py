@@ -27,13 +27,6 @@ def digests(is_own: bool = True, **more: int) -> Digests:
     return found
 
 
-def test_a_digest_that_the_text_had_is_verified():
-    of = digests()
-    of.commit(ONE, A, digest(7, 8), SECOND)
-    for known in (digest(5, 6), digest(7, 8)):
-        assert of.judge(ONE, A, known, LAST) is True
-
-
 @pytest.mark.parametrize("is_own", [True, False])
 @pytest.mark.parametrize("text", [TWO, THREE])
 def test_a_block_of_other_tokens_is_a_finding_whoever_stored_it(is_own, text):
@@ -74,11 +67,6 @@ def test_another_digest_of_a_known_text_is_a_finding_in_an_own_store():
     wrong = of.judge(ONE, A, digest(7, 9), LAST)
     assert wrong == Wrong("handed_on", 1, 1, 8, 9)
     assert of.judge(ONE, A, digest(1, 2), LAST) == Wrong("handed_on", 0, 2, 5, 1)
-
-
-def test_in_any_other_store_it_is_unverified():
-    of = digests(is_own=False)
-    assert of.judge(ONE, A, digest(5, 7), LAST) is False
 
 
 def test_an_unknown_text_is_unverified_and_remembered():
