@@ -117,14 +117,6 @@ def test_sums_are_those_of_the_device():
     ]
 
 
-@pytest.mark.parametrize(
-    "kinds", [(FOUND, LOADED, LOADED, TAIL), (FOUND, FOUND, LOADED)]
-)
-def test_what_was_found_here_is_not_judged(kinds):
-    loaded = {n: True for n, kind in enumerate(kinds) if kind != FOUND}
-    assert judged(decoder(), kinds) == (loaded, {Result.VERIFIED: 1})
-
-
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_a_wrong_block_and_its_layers(block):
     def change(heads, sums):
