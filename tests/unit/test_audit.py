@@ -144,14 +144,13 @@ class Connector:
         pass
 
 
-def held(*groups, first=1):
-    """vLLM's KVCacheBlocks, of numbers of blocks; from the `first` on without hash."""
+def held(*groups):
+    """vLLM's KVCacheBlocks, of numbers of blocks; from the second on without hash."""
     blocks = tuple(
         tuple(KVCacheBlock(number) for number in of_group) for of_group in groups
     )
     for of_group in blocks:
-        for block in of_group[:first]:
-            block._block_hash = b"hash"
+        of_group[0]._block_hash = b"hash"
         for block in of_group:
             block.is_null = not block.block_id
     return KVCacheBlocks(blocks)

@@ -44,9 +44,9 @@ def vllm_with(num_drafts):
     )
 
 
-def qsa(num_drafts=NUM_DRAFTS):
+def qsa():
     """Of Qwen 4: its spec and the layer, bound."""
-    config = vllm_with(num_drafts)
+    config = vllm_with(NUM_DRAFTS)
     found = QSAKeyStateCache(
         head_size=WIDTH,
         dtype=torch.bfloat16,
@@ -60,13 +60,13 @@ def qsa(num_drafts=NUM_DRAFTS):
     return spec, found
 
 
-def bound(heads, rows, width=WIDTH):
-    return torch.zeros(BLOCKS, heads, rows, width, dtype=torch.bfloat16)
+def bound(heads, rows):
+    return torch.zeros(BLOCKS, heads, rows, WIDTH, dtype=torch.bfloat16)
 
 
-def kpool(rows, ratio=4):
+def kpool(rows):
     """Of GLM-5: keys and gates."""
-    found = SimpleNamespace(kv_cache=bound(2, rows), _index_kpool=ratio)
+    found = SimpleNamespace(kv_cache=bound(2, rows), _index_kpool=4)
     return replace(SPEC, block_size=rows), found
 
 
