@@ -37,11 +37,11 @@ class Fault(Watch):
 
     looks: one after a failed stage, one when an exception leaves the runner. Each has
 
-        error, state   the exception; the manager's state fallbacks      by reason,
-        since `plant` entries        entries of block tables and slot mappings that are
-        not vLLM's own strays         by layer, slots whose bytes changed in this step,
-        except real ones
-                       that the forward was to write
+        error, state   the exception; the manager's state
+        fallbacks      by reason, since `plant`
+        entries        entries of block tables and slot mappings that are not vLLM's own
+        strays         by layer, slots whose bytes changed in this step, except real
+                       ones that the forward was to write
         drafts         drafts of the step
         staged         how many of them were verified in a shadow block
         written        how many changed their bytes there, in the target's first layer
