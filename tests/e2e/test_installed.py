@@ -77,7 +77,7 @@ def make_environment(dependencies, tmp_path):
 
 
 @pytest.fixture
-def path(make_environment, tmp_path):
+def path(tmp_path):
     """PATH without a compiler: vLLM asks lscpu for the processor's cores."""
     folder = tmp_path / "programs"
     folder.mkdir()

@@ -35,7 +35,6 @@ from vllm_nwor.base import wrap as _wrap
 from vllm_nwor.hooks.runner import RunnerState
 from vllm_nwor.transaction.observer import Transaction
 
-ROOT = Path(bench_vllm.__file__).parent
 TOKENS = [[11, 12, 13], [21, 22, 23, 24]]
 COUNTS = {"windows": 5, "staged": 20, "committed": 12, "rejected": 8}
 COUNTS |= {"invalid_slots": 0, "restored_bytes": 800, "logged_bytes": 2000}

@@ -135,7 +135,7 @@ def test_an_unknown_text_that_is_computed_ends_the_rule_for_own_stores():
     assert of.judge(ONE, A, digest(5, 7), LAST) is False
 
 
-def test_the_tables_take_what_the_docs_say(monkeypatch):
+def test_the_tables_take_what_the_docs_say():
     """Of 32 layers: bytes a text, and in all."""
     import tracemalloc
 

@@ -8,7 +8,6 @@ wheel or editable.
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
