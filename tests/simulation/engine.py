@@ -3,15 +3,14 @@
 
 Checked in every step over the whole allocation and its guard bytes, by guarantee:
 
-    1  rejected slots hold their bytes from before the step 2  every other byte is plain
-    vLLM's, except where its last write was a rejected draft
-       or a copy of one, or was lost with a failed step
+    1  rejected slots hold their bytes from before the step
+    2  every other byte is plain vLLM's, except where its last write was a rejected
+       draft or a copy of one, or was lost with a failed step
     3  through the block tables a forward reads plain vLLM's bytes at each committed
        position; between stage and commit no real slot of a row in a shadow block
        changes
     6  an injected fault affects only the launch that it hit, is counted by its reason
-    and
-       logged once; in strict mode, and if kept rows are lost, it raises instead
+       and logged once; in strict mode, and if kept rows are lost, it raises instead
     7  each launch's counters, and the scheduler's identities through NworStats
     9  a begin that is left out is counted, and is a breach
 

@@ -245,6 +245,11 @@ def test_a_request_that_ended_is_forgotten():
     instance = decoder()
     instance.end(HERE)
     assert judged(instance) == ({}, {})
+    giver = Handovers([group()], SECRET, 1)
+    giver.begin(THERE, request({"do_remote_decode": True}))
+    giver.end(THERE)
+    giver.arrived(0, *rows((COMPUTED, COMPUTED, FOUND, TAIL), THERE))
+    assert giver.ready == {}
 
 
 # --- what is refused ------------------------------------------------------------------
