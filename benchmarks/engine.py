@@ -224,7 +224,10 @@ def _done(before: Mapping[str, Any], after: Mapping[str, Any]) -> NworDone:
 
 
 def _sentence(error: BaseException) -> str:
-    """The last line of an error that says something, without pydantic's appendix."""
+    """The last line of an error that says something, without pydantic's appendix; of
+    pydantic's, with the one before, which names the argument."""
     lines = filter(None, map(str.strip, str(error).splitlines()))
     found = [line for line in lines if "pydantic.dev" not in line]
-    return found[-1] if found else type(error).__name__
+    if not found:
+        return type(error).__name__
+    return ": ".join(found[-2 if "validation error" in found[0] else -1 :])

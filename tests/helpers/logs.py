@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures NWOR's log. pytest's caplog does not: vLLM's loggers do not propagate."""
+"""Captures NWOR's log, also where an engine starts: vLLM then ends the propagation of
+its loggers, and pytest's caplog, which has begun before, sees no more."""
 
 from __future__ import annotations
 

@@ -272,6 +272,10 @@ NO_RESULT = [
     ("--mode off --no-true-off", [], 2, "argument --true-off: 'False' cannot be used"),
     ("--json .", [], 2, "argument --json: '.' cannot be used; it is a folder; allowed"),
     ("--method eagle", [], 2, "argument --draft-model: 'None' cannot be used; needed"),
+    (
+        *("--kv-transfer-config [1]", [], 2),
+        "argument --kv-transfer-config: '[1]' is not allowed; allowed: JSON objects",
+    ),
 ]
 
 
