@@ -179,7 +179,9 @@ class Engine:
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            prompt = {"prompt_token_ids": ids}
+            # A KV connector finds nothing of an earlier run: loads arrive when they do,
+            # so that other requests would share a step in each run.
+            prompt = {"prompt_token_ids": ids, "cache_salt": f"{self._num_runs}"}
             engine.add_request(f"{self._num_runs}-{index}", prompt, parameters)
         finished: dict[int, tuple[list[int], int]] = {}
         step_s: list[float] = []

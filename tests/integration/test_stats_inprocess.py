@@ -121,6 +121,14 @@ def test_an_unhooked_engine_runs_only_vllms_code():
         make_vllm_reusable()
         bench = BenchEngine(options, "cpu")
         shown = SimpleNamespace(llm=bench._engine)
+        add = bench._engine.add_request
+        salts = []
+
+        def adding(name: str, prompt: Any, parameters: Any) -> None:
+            salts.append(prompt["cache_salt"])
+            add(name, prompt, parameters)
+
+        bench._engine.add_request = adding
         # Imports of modules pass `plugin._Alias`, which is not a hook.
         bench.run(UNHOOKED)
         frames = OurFrames(bench)
@@ -139,6 +147,8 @@ def test_an_unhooked_engine_runs_only_vllms_code():
         gc.unfreeze()
         bench.close()
 
+    # No run finds blocks of another.
+    assert len(salts) == 2 * len(set(salts)) == 2 * 6
     # Hooks were put on in the middle of requests.
     assert outputs == [mixed.outputs] * 4
     assert len(mixed.step_s) > TURN_STEPS
