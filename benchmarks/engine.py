@@ -179,8 +179,7 @@ class Engine:
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            # A KV connector finds nothing of an earlier run: loads arrive when they do,
-            # so that other requests would share a step in each run.
+            # Loads would come at other times, and change which requests share a step.
             prompt = {"prompt_token_ids": ids, "cache_salt": f"{self._num_runs}"}
             engine.add_request(f"{self._num_runs}-{index}", prompt, parameters)
         finished: dict[int, tuple[list[int], int]] = {}

@@ -148,12 +148,15 @@ def host_us(line: Line, name: str) -> float:
     return host["begin_us_median"] + host["commit_us_median"]
 
 
+def real_model(line: Line) -> str:
+    """A comma and its name, or nothing for random weights."""
+    is_random = line["model"].startswith(settings.SHAPE)
+    return "" if is_random else f", {line['model']}"
+
+
 def slot_bytes(line: Line) -> int:
-    """Bytes of a slot in all layers, as they follow from the shape. Raises BadBlock."""
-    name = line["model"].removeprefix(settings.SHAPE)
-    if name not in settings.SHAPES:
-        raise BadBlock(f"the view bytes needs a named shape, not {name}")
-    shape = settings.SHAPES[name]
+    """Bytes of a slot in all layers, as they follow from the shape."""
+    shape = settings.SHAPES[line["model"].removeprefix(settings.SHAPE)]
     of_layer = 2 * 2 * shape["num_key_value_heads"] * shape["head_dim"]
     return of_layer * shape["num_hidden_layers"]
 
@@ -209,11 +212,12 @@ def _ends(values: Sequence[int]) -> str:
 
 
 def costs(lines: Sequence[Line]) -> Iterator[dict[str, str]]:
-    """A row for each vLLM, runner, drafter and mode, of the lines with the kernels that
-    are in the tree; of older lines where there are no others."""
+    """A row for each vLLM, runner, model, drafter and mode, of the lines with the
+    kernels that are in the tree; of older lines where there are no others."""
     groups: dict[tuple[str, ...], list[Line]] = {}
     for line in comparing(lines, "cow stage"):
-        key = tuple(line["key"][name] for name in ("vllm", "runner", "drafter"))
+        of = line["key"]
+        key = of["vllm"], of["runner"], real_model(line), of["drafter"]
         groups.setdefault(key, []).append(line)
     for key, all_of in sorted(groups.items()):
         of = [line for line in all_of if records.is_current(line)] or all_of
@@ -221,17 +225,15 @@ def costs(lines: Sequence[Line]) -> Iterator[dict[str, str]]:
         for mode in of[0]["key"]["mode"].split():
             worst = min(of, key=lambda one: one["summary"]["ratio"][mode]["median"])
             verdicts = [verdict(line, mode) for line in of]
-            held = sum(one == "met" or "holds" in one for one in verdicts)
-            unclear = verdicts.count("not resolved")
-            missed = len(of) - held - unclear
+            missed, unclear = map(verdicts.count, ("**missed**", "not resolved"))
             spent = sorted(round(host_us(line, mode)) for line in of)
             runs = records.ratios(of, mode)
             mark = "" if records.is_current(of[0]) else f" {reach.OLDER}"
-            where = worst["key"]
-            of_worst = worst["summary"]["ratio"]
+            where, of_worst = worst["key"], worst["summary"]["ratio"]
             yield {
+                "name": f"{key[0]}-{key[1]}",
                 "vllm": key[0] + mark,
-                "runner": f"{key[1]}, {key[2]}",
+                "runner": f"{key[1]}, {key[3]}{key[2]}",
                 "batch": _ends(batches),
                 "mode": mode,
                 "lost": lost(runs),
@@ -239,7 +241,8 @@ def costs(lines: Sequence[Line]) -> Iterator[dict[str, str]]:
                 "worst": f"{loss(of_worst[mode]['median'])} % ({where['drafts']} "
                 f"drafts, {accepted(worst)} accepted, batch {where['batch']}, "
                 f"{device(worst)}; vLLM itself {loss(of_worst[CONTROL]['median'])} %)",
-                "budget": f"{held}, {unclear}, {f'**{missed}**' if missed else 0}",
+                "budget": f"{len(of) - unclear - missed}, {unclear}, "
+                f"{f'**{missed}**' if missed else 0}",
                 "host": f"{_ends(spent)} us",
                 "runs": f"{len(runs)}",
             }

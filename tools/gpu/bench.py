@@ -40,9 +40,7 @@ from benchmarks.settings import device_for, leave, prepare_process  # noqa: E402
 
 import bench_vllm  # noqa: E402
 
-_READ = yaml.safe_load(
-    Path(__file__).with_name("cells.yml").read_text(encoding="utf-8")
-)
+_READ = yaml.safe_load(Path(__file__).with_name("cells.yml").read_bytes())
 RATES = _READ["rates"]
 
 
