@@ -150,8 +150,7 @@ def host_us(line: Line, name: str) -> float:
 
 def real_model(line: Line) -> str:
     """A comma and its name, or nothing for random weights."""
-    is_random = line["model"].startswith(settings.SHAPE)
-    return "" if is_random else f", {line['model']}"
+    return "" if line["model"].startswith(settings.SHAPE) else f", {line['model']}"
 
 
 def slot_bytes(line: Line) -> int:
