@@ -82,9 +82,9 @@ def device(line: Line) -> str:
 
 
 def commit(line: Line) -> str:
-    """Its commit, with a mark if other kernels were measured than are in the tree."""
+    """With marks: uncommitted changes; other kernels than are in the tree."""
     mark = "" if records.is_current(line) else reach.OLDER
-    return f"{line['commit'][:8]}{mark}"
+    return f"{line['commit'][:8]}{'+' * line['commit'].endswith('+')}{mark}"
 
 
 def measured(line: Line) -> str:

@@ -43,13 +43,12 @@ def audited(pool: Pool, spec: EngineSpec, **more: str) -> Chain:
 
 
 def counts(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
-    """For the results file."""
-    run = chain[ON]
-    rows = run.report.get("clean", {}).items()
-    clean = {
-        name: look["counts"] | {"returned": look["totals"]["returned"]}
-        for name, (look,) in rows
-    }
+    """For the results file; verified: by their text."""
+    run, clean = chain[ON], {}
+    for name, (look,) in run.report.get("clean", {}).items():
+        found, returned = look["counts"], look["totals"]["returned"]
+        by_text = found["verified"] - returned
+        clean[name] = found | {"returned": returned, "verified": by_text}
     found = findings(run.report.get("found", ()))
     named = [one for one in found if one["owner"].startswith("wrong/")][:2]
     return {spec.name: run.entry("cached", "where") | {"clean": clean, "named": named}}
@@ -78,11 +77,10 @@ def check_loads(report: dict[str, Any], spec: EngineSpec) -> None:
     assert all(cached[0].values())
     assert least <= num_cached[0] <= length
     (look,) = list(report["clean"].values())[-1]
-    num_verified = look["totals"]["returned"] + look["counts"]["verified"]
     num_loads = sum(bool(number) for of in cached for number in of.values())
     num_states = look["num_states"] * num_loads
     assert look["totals"]["unverified"] == look["counts"]["failed"] == 0
-    assert num_verified == sum(num_cached) + num_states
+    assert look["counts"]["verified"] == sum(num_cached) + num_states
     found = findings(report["found"])
     assert [one | report["where"][0] for one in found] == found
     assert {(one["kind"], one["owner"].split("/")[0]) for one in found} == {
@@ -99,10 +97,11 @@ def test_a_load_that_a_graph_leaves_out_is_named(loading, engine):
     report = loading[engine][ON].whole()
     (look,) = report["clean"]["loaded"]
     cached = [of for of in report["cached"]["loaded"].values() if of]
-    # A step shows 256 findings at most, and counts all.
+    # A step shows 256 findings at most, of a block perhaps some, and counts all.
     assert look["counts"]["never_loaded"] == sum(min(of, 256) for of in cached) > 1000
     assert look["totals"]["findings"] > 0.9 * sum(cached)
-    assert look["counts"]["verified"] == look["counts"]["unverified"] == 0
+    assert look["counts"]["verified"] == 0
+    assert look["counts"]["unverified"] < report["block_size"] * len(cached)
     assert {one["kind"] for one in findings([look])} <= {"never_loaded", "other_text"}
 
 

@@ -194,6 +194,15 @@ def test_files_of_two_texts_are_swapped(world: World) -> None:
     assert [f.position for f in findings] == 2 * positions()
 
 
+def test_one_layers_files_are_swapped(world: World) -> None:
+    texts = world.store(2)
+    (one, other) = (files(folder)[1] for folder in world.folders())
+    swap(one, other)
+    assert world.ask(*texts) == {"handed_on": 2 * NUM_BLOCKS}
+    expected = [(f"text{t}", one.stem, 1, p) for t in texts for p in positions()]
+    assert places(world.found()) == expected
+
+
 # --- faults of the connector ----------------------------------------------------------
 
 Load = Callable[..., None]
@@ -286,6 +295,7 @@ def test_a_load_lands_a_step_late(world: World, loads: Callable[[Load], None]) -
         rise = world.ask(text)
     finally:
         hook.remove()
+    assert rise["never_loaded"] + rise.pop("unverified", 0) == SLOTS
     assert rise.keys() == {"never_loaded", "changed"}
     findings = world.found()
     for kind in rise:

@@ -88,8 +88,7 @@ class World:
         self.worker.submit_load = self._submit_load  # type: ignore[method-assign]
         self.worker.bring = self._bring_block  # type: ignore[method-assign]
         self.is_own = store == "own"
-        is_followed = self.engine.audit.audit.loads is Loads.KNOWN
-        self.verified = {"verified": NUM_STATES + (0 if is_followed else NUM_SLOTS)}
+        self.verified = {"verified": NUM_STATES + NUM_SLOTS}
 
     def _submit_load(self, job_id: int, source: Any, to: Any) -> bool:
         """Groups have their blocks one after the other."""
@@ -189,8 +188,7 @@ def test_a_load_behind_a_local_hit_is_verified(world: World) -> None:
     (text,) = world.store()
     world.ask(text[: BLOCK + 5], num_loaded=4)
     rise = world.ask(text, num_loaded=4, resets=False)
-    num_local = BLOCK if world.verified["verified"] > NUM_STATES else 0
-    assert rise == {"verified": world.verified["verified"] - num_local}
+    assert rise == {"verified": world.verified["verified"] - BLOCK}
     # What was loaded is found in the cache.
     assert world.ask([*text, 5], num_loaded=0, resets=False) == {}
     assert world.found() == []
@@ -258,7 +256,7 @@ def test_a_store_of_an_earlier_life_gives_no_false_alarm(world: World) -> None:
         digests._texts.popitem()
         digests._computed.popitem()
     rise = world.ask(texts[1], num_loaded=5)
-    assert rise == {"unverified": NUM_STATES}
+    assert rise == {"unverified": NUM_STATES, "verified": NUM_SLOTS}
     assert world.found() == []
 
 

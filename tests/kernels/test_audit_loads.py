@@ -408,6 +408,24 @@ def test_what_failed_in_a_step_is_in_its_own_output():
     assert (findings.counts, findings.num_failed) == ({"never_loaded": 4}, 4)
 
 
+def test_slots_of_a_load_that_no_finding_names_are_unverified():
+    """A load fills half of a block."""
+    world = World(loads=Loads.UNKNOWN, num_digests=4)
+    assert world.runs("a", OTHER[:4], [1]) == []
+    world.finish("a")
+    world.fill(TEXT[:2])
+    world.local = {"b": 0}
+    outbox = world.audit.outbox
+    world.found = lambda: outbox.take(outbox.num_sent)
+    found = world.runs("b", TEXT[:5], [1, 2], hit=4)
+    assert fields(found.findings, "kind position") == [
+        ("never_loaded", 2),
+        ("never_loaded", 3),
+    ]
+    assert (found.num_unverified, found.num_verified) == (2, 0)
+    assert world.counts("unverified") == (2,)
+
+
 def stored(*rejected, **settings):
     """The first two blocks of a text were stored to places 6 and 7, and another request
     has taken the blocks."""
@@ -456,7 +474,7 @@ def test_a_load_that_brings_other_bytes(layer, is_known):
     assert finding.writer.step == 1
     assert finding.expected != finding.found
     assert world.step(c=0) == []
-    assert world.counts() == (0, 8)
+    assert world.counts() == (0, 7)
 
 
 TWICE = [*TEXT[:4], *TEXT[:4]]

@@ -383,9 +383,22 @@ def test_only_memory_of_this_process_is_known_to_be_its_own():
             "LMCacheMPConnector (enable_blending: True)",
         ),
         (transfer("ExampleConnector"), {"LMCACHE_ENABLE_BLENDING": "True"}, ""),
+        (
+            transfer("LMCacheConnectorV1"),
+            {"LMCACHE_CONFIG_FILE": "remote_serde: cachegen\n"},
+            "LMCacheConnectorV1 (remote_serde: cachegen)",
+        ),
+        (transfer("LMCacheConnectorV1"), {"LMCACHE_CONFIG_FILE": "chunk_size: 8"}, ""),
+        (transfer("LMCacheConnectorV1"), {"LMCACHE_CONFIG_FILE": "- {"}, ""),
+        (transfer("LMCacheConnectorV1"), {"LMCACHE_CONFIG_FILE": ""}, ""),
     ],
 )
-def test_connectors_that_change_bytes_are_named(of, env, expected):
+def test_connectors_that_change_bytes_are_named(of, env, expected, tmp_path):
+    if (text := env.get("LMCACHE_CONFIG_FILE")) is not None:
+        path = tmp_path / "lmcache.yaml"
+        if text:  # else there is no such file
+            path.write_text(text)
+        env = {"LMCACHE_CONFIG_FILE": str(path)}
     assert connectors.bytes_changed_by(of, env) == expected
 
 

@@ -139,21 +139,26 @@ def test_an_unknown_text_that_is_computed_ends_the_rule_for_own_stores():
     assert of.judge(ONE, A, digest(5, 7), LAST) is False
 
 
-def test_the_tables_take_what_the_docs_say():
+@pytest.mark.parametrize(("num_versions", "is_loaded"), [(1, 0), (4, 0), (1, 1)])
+def test_the_tables_take_what_the_docs_say(num_versions, is_loaded):
     """Of 32 layers."""
     docs = Path(__file__).parents[2] / "docs/audit.md"
-    text = r"([\d,]+) texts a KV-cache group, about (\d+) bytes and (\d+) a layer"
+    text = r"([\d,]+) texts, about" + 3 * r".*?(\d+)(?: bytes)? and 8 a layer for each"
     said = re.search(text, docs.read_text(encoding="utf-8"))
-    num_texts, num_bytes, of_layer = (int(n.replace(",", "")) for n in said.groups())
+    num_texts, *sizes = (int(n.replace(",", "")) for n in said.groups())
+    first, further, loaded = (size + 8 * 32 for size in sizes)
     of = Digests(bytes(8 * 32), True)
     number = 20_000
     tracemalloc.start()
     try:
         for text in range(1, number):
-            data = np.full(32, text, np.uint64).tobytes()
-            of.commit(text << 40, text << 41, data, text)
+            for version in range(num_versions + is_loaded):
+                data = np.full(32, 8 * text + version, np.uint64).tobytes()
+                use = of.judge if version == num_versions else of.commit
+                use(text + (use == of.judge) << 40, text << 41, data, text)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak / number == pytest.approx(num_bytes + 32 * of_layer, rel=0.1)
+    expected = first + (num_versions - 1) * further + is_loaded * loaded
+    assert peak / number == pytest.approx(expected, rel=0.1)
     assert num_texts == under_test.MAX_TEXTS

@@ -149,7 +149,7 @@ struct FindingsHeader {
   int64_t num_unverified;    // slots taken over from somewhere that is not audited
   int64_t num_identities;    // slots and block ends compared
   int64_t num_contents;      // slots with compared bytes
-  int64_t num_returned;      // slots compared with what was stored when a load came
+  int64_t num_returned;      // slots that a load filled with what was stored
   int64_t cursor;            // of the batch's blocks, the next one to compare
   int64_t next_cursor;       // from the end of the step on
   int64_t num_published;     // findings up to the end of the last step

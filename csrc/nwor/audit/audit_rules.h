@@ -945,11 +945,9 @@ struct ScanSlots : OfBytes<AuditResolveArgs> {
       count(header->num_unverified);
       return;
     }
-    if (stored >= 0) {
+    if (stored >= 0 && is_all(with_stored)) {
       count(header->num_returned);
-      if (is_all(with_stored)) {
-        return;
-      }
+      return;
     }
     // A single layer's checksum may agree by chance.
     const bool is_sure = num_columns > 1 || stored >= 0;

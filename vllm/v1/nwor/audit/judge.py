@@ -8,6 +8,7 @@ none.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -90,12 +91,12 @@ class Judge:
         for (_, block, position, generation, *_), _ in loaded:
             if block in failed:
                 begins[generation] = min(begins.get(generation, position), position)
-        reported = {
+        reported = Counter(
             finding.block
             for finding in found.findings
             if (finding.group, finding.state) == (judged.group_id, judged.state)
             if finding.step == of.step and finding.kind in OF_LOADS
-        }
+        )
         partly = self._partly[of.place]
         handed = self._handed(of, begins)
         for head, digest in loaded:
@@ -103,7 +104,9 @@ class Judge:
             verdict: Wrong | bool = False
             if position >= begins.get(generation, position + 1):
                 found.num_failed += num_slots
-            elif block not in reported:
+            elif block in reported:  # what the device said of them is all
+                num_slots = min(num_slots, reported[block])
+            else:
                 if num_slots < judged.block_size:
                     partly[block] = generation
                 elif is_known:

@@ -5,13 +5,13 @@ does not see.
 At the end of a step the device takes a digest, 8 bytes a layer, of each block that a
 request has filled or a load has (TakeDigests of audit_rules.h). Here is kept which
 digests each text had; a text's identity is H at the block's end, so it has the adapter,
-the weights, the salt and the images in it. A load is judged by the first rule that
-applies:
+the weights, the salt and the images in it. Slots that are as they were before the load
+the device reports one by one, never_loaded. Any other block is judged by the first rule
+that applies:
 
     1  the digest is one that this text had here            verified
     2  the digest is that of a block of other tokens        other_text
-    3  the block is as it was before the load               never_loaded (on the device)
-       all of it is zero                                    never_loaded
+    3  all of it is zero                                    never_loaded
     4  the text had other digests here, all are known, and
        nobody else fills the store                          handed_on
     5  else                                                 unverified, and remembered

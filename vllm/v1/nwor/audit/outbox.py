@@ -78,8 +78,9 @@ class Outbox:
         # Of the writes to a slot, if not the current one: until `join`.
         self.stream: torch.cuda.Stream | None = None
         self._unjoined: torch.cuda.Event | None = None
-        # Of each group findings and unverified slots, as last read: they only rise.
-        self._totals = [[0, 0] for _ in groups]
+        # Of each group findings, unverified and returned slots, as last read: they only
+        # rise.
+        self._totals = [[0, 0, 0] for _ in groups]
         self._found = Found()
         # An asynchronous output is read by a thread of its own.
         self._lock = threading.Lock()
@@ -144,9 +145,10 @@ class Outbox:
         found.num_steps += 1
         groups = zip(self._groups, self._totals, tables, headers, strict=True)
         for group, totals, (table, _), header in groups:
-            before, totals[:] = tuple(totals), header[:2]
+            before, totals[:] = tuple(totals), (*header[:2], header[4])
             count = totals[0] - before[0]
             found.num_unverified += totals[1] - before[1]
+            found.num_verified += totals[2] - before[2]
             found.num_lost += max(count - MAX_KEPT, 0)
             if count:
                 # Threads of a GPU come in any order.

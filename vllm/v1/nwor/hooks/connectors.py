@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from weakref import WeakSet
@@ -179,8 +180,9 @@ def has_own_store(transfer: Any) -> bool:
 
 OWN_SPECS = ("CPUOffloadingSpec",)
 # Settings of connectors that bring other bytes than they have stored: of LMCache (as
-# lmcache.NAME in vLLM's configuration, or as LMCACHE_NAME in the environment) those of
-# CacheGen, KIVI and CacheBlend. None of these values does.
+# lmcache.NAME in vLLM's configuration, as LMCACHE_NAME in the environment, or in the
+# file that LMCACHE_CONFIG_FILE names) those of CacheGen, KIVI and CacheBlend. None of
+# these values does.
 CHANGING = ("remote_serde", "enable_blending")
 UNCHANGED = ("", "naive", "none", "0", "false")
 
@@ -191,11 +193,26 @@ def bytes_changed_by(transfer: Any, env: Mapping[str, str]) -> str:
     for name, more in stores_of(transfer):
         if "LMCache" not in name:
             continue
+        of_file = _lmcache_file(env.get("LMCACHE_CONFIG_FILE"))
         for setting in CHANGING:
-            said = more.get(f"lmcache.{setting}", env.get(f"LMCACHE_{setting.upper()}"))
+            said = env.get(f"LMCACHE_{setting.upper()}", of_file.get(setting))
+            said = more.get(f"lmcache.{setting}", said)
             if said is not None and str(said).lower() not in UNCHANGED:
                 return f"{name} ({setting}: {said})"
     return ""
+
+
+def _lmcache_file(path: str | None) -> Mapping[str, Any]:
+    """Its settings; none where LMCache, which needs them, cannot start either."""
+    if not path:
+        return {}
+    import yaml  # type: ignore[import-untyped]  # of vLLM
+
+    try:
+        found = yaml.safe_load(Path(path).read_bytes())
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, Mapping) else {}
 
 
 # --- vLLM's OffloadingConnector -------------------------------------------------------
