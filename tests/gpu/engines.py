@@ -44,21 +44,22 @@ DYNAMIC = [[1, 4, 4], [5, 16, 2], [17, MAX_NUM_SEQS, 1]]
 class EngineSpec:
     """One engine.
 
-    drafter: a key of DRAFTERS; it decides the model runner, unless `runs_on` does.
-    backend: attention backend. graphs: vLLM's cudagraph_mode, or EAGER. kv_cache:
-    vLLM's kv_cache_dtype, "auto" for bf16. num_blocks: KV blocks, deliberately few.
-    kv_layout: NHD or HND by VLLM_KV_CACHE_LAYOUT. connector: a key of CONNECTORS, or
-    "" for none. loras: number of random LoRA adapters. rejection: vLLM's
+    drafter: a key of DRAFTERS, or "" for none; it decides the model runner, unless
+    `runs_on` does. backend: attention backend. graphs: vLLM's cudagraph_mode, or EAGER.
+    kv_cache: vLLM's kv_cache_dtype, "auto" for bf16. num_blocks: KV blocks,
+    deliberately few. kv_layout: NHD or HND by VLLM_KV_CACHE_LAYOUT. connector: a key of
+    CONNECTORS, or "" for none. loras: number of random LoRA adapters. rejection: vLLM's
     rejection_sample_method; with any other than synthetic, drafters get the target's
     weights, so that some of their drafts are right. adaptive: vLLM decides on the
     device how many drafts it verifies. dynamic: DYNAMIC drafts. flash: FlashAttention's
     version, if not vLLM's choice (3 on Hopper). executor: "" for vLLM's own, "ray", or
     "ray-compiled" (up to 0.32). windows: some layers have a sliding window, and a
     KV-cache group of their own. hybrid: its folder, if some layers have recurrent
-    state. cached: which is found in the prefix cache (vLLM 0.29 on). steps: how many it
-    makes at least without a finding. seats: in mode stage, how many requests have
-    shadow blocks; 0 for all. real: with the weights of SmolLM2, by
-    tools/setup/make_models.py, and prompts of benchmarks/prompts.json.
+    state. cached: which is found in the prefix cache (vLLM 0.29 on). state_dtype:
+    vLLM's mamba_ssm_cache_dtype. steps: how many it makes at least without a finding.
+    seats: in mode stage, how many requests have shadow blocks; 0 for all. real: with
+    the weights of SmolLM2, by tools/setup/make_models.py, and prompts of
+    benchmarks/prompts.json.
     """
 
     name: str
@@ -82,6 +83,7 @@ class EngineSpec:
     windows: bool = False
     hybrid: str = ""
     cached: bool = False
+    state_dtype: str = "auto"
     steps: int = 0
     seats: int = 0
     flash: int = 0
@@ -166,12 +168,13 @@ class EngineSpec:
             "attention_backend": self.backend,
             "async_scheduling": self.asynchronous,
             "tensor_parallel_size": self.tensor_parallel,
-            "speculative_config": self._speculation(models),
+            "speculative_config": self._speculation(models) if self.drafter else None,
         }
         if self.hybrid:
             # The prefill kernel that needs no FlashInfer; vLLM chooses the block size.
             arguments["additional_config"] = {"gdn_prefill_backend": "triton"}
             arguments |= {"enable_prefix_caching": self.cached, "block_size": None}
+            arguments["mamba_ssm_cache_dtype"] = self.state_dtype
         if self.cached:  # at each block end that is computed; blocks are large
             arguments |= {"prefix_cache_retention_interval": None}
             arguments |= {"max_model_len": 2048}

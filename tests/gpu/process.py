@@ -38,7 +38,9 @@ from tests.gpu.rows import (
     as_long_as_windows,
     batch_8,
     block_ends,
+    few_tokens,
     offloaded,
+    padded_prompts,
     prompt,
     rows,
     rows_of,
@@ -74,7 +76,7 @@ PASSES = {
     "nan": ("nan", False),
 }
 STATE_ROWS = ("batch 1", "batch 8", "batch 64", "seeded sampling", "aborts")
-STATE_ROWS += ("chunked prefill", "structured output")
+STATE_ROWS += ("chunked prefill", "structured output", "preemption")
 FILLED_ROWS = ("batch 8", "seeded sampling", "prefix caching", "chunked prefill")
 
 
@@ -246,25 +248,27 @@ def audit(spec: EngineSpec, models: Path, report: Report) -> None:
 def states(spec: EngineSpec, models: Path, report: Report) -> None:
     """The audit's findings in rows of a hybrid model, again until spec.steps are made;
     in one in which the states of a request and layer are lost between two steps, and in
-    one whose prompts may be taken for windows. hits: tokens that the requests of the
-    clean rows found in the prefix cache."""
+    two whose prompts may be taken for windows. hits: tokens that the requests of the
+    clean rows found in the prefix cache. preempted: by row, how many were."""
     engine, num_steps = Engine(spec, models, report), 0
     hits: dict[str, dict[str, int]] = {}
+    preempted: Counter[str] = Counter()
 
     def run(row: Row) -> list[Any]:
         nonlocal num_steps
         outcome = engine.run(row)
         num_steps += len(outcome.batches)
         hits.setdefault(row.name, outcome.cached)
+        preempted[row.name] += outcome.num_preempted
         return engine.rpc("test_audit")
 
     clean = [row for row in rows(spec) if row.name in STATE_ROWS]
-    clean += [block_ends()] if spec.cached else []
+    clean += [few_tokens(), *([block_ends()] if spec.cached else [])]
     report.save_rows("clean", clean, run)
     again = itertools.cycle(clean)
     while num_steps < spec.steps:
         report.found["clean"]["again"] = run(next(again))
-    report.save(hits=hits, num_steps=num_steps)
+    report.save(hits=hits, num_steps=num_steps, preempted=preempted)
     lost: list[Any] = []
     with engine.before_step(
         FLIP_BEFORE_STEP, lambda: lost.extend(engine.rpc("test_lose_state"))
@@ -273,16 +277,24 @@ def states(spec: EngineSpec, models: Path, report: Report) -> None:
     report.save(lost=lost, found=found)
     outcome = engine.run(as_long_as_windows(spec))
     taken = sorted(taken_for_windows(spec, outcome.batches))
-    report.save(taken=taken, named=named(engine), differences=differences(outcome))
+    names = [sorted({name for name, *_ in of}) for of in named(engine, outcome)]
+    report.save(taken=taken, named=names, differences=differences(outcome))
+    outcome = engine.run(padded_prompts())
+    firsts = dict(reversed([*itertools.chain(*outcome.batches)]))
+    padded = sorted(n for n, of in firsts.items() if n.startswith("padded/") and of > 1)
+    report.save(padded={"prompts": padded, "named": named(engine, outcome)})
     if spec.tensor_parallel > 1:
         engine.stop()
 
 
-def named(engine: Engine) -> list[list[str]]:
-    """Requests of the last row whose states the audit found wrong, by rank."""
-    looks = engine.rpc("test_audit")
-    owners = [{finding["owner"] for finding in look["findings"]} for look in looks]
-    return [sorted(o for o in of if not o.startswith("eight/")) for of in owners]
+def named(engine: Engine, outcome: Outcome) -> list[list[tuple[str, str, str]]]:
+    """Requests of that row of which the audit found something, and what, by rank."""
+    looks = [look["findings"] for look in engine.rpc("test_audit")]
+    ours = ([one for one in of if one["owner"] in outcome.tokens] for of in looks)
+    return [
+        sorted({(one["owner"], one["kind"], str(one["state"])) for one in of})
+        for of in ours
+    ]
 
 
 def differences(outcome: Outcome) -> dict[str, float]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.prompts import TEXTS
 
-from tests.gpu.engines import EngineSpec
+from tests.gpu.engines import MAX_NUM_SEQS, EngineSpec
 from tests.helpers.environment import model_path
 from tests.helpers.player import Request
 
@@ -136,6 +136,18 @@ def block_ends() -> Row:
     return Row("block ends", (first, sharing, (*writing, joining)))
 
 
+def few_tokens() -> Row:
+    """Prompts around a kernel's chunk of 64 tokens; texts of one token, half of them to
+    their end."""
+    short = (Request(f"short/{n}", prompt(f"short {n}", n), 6) for n in range(1, 66))
+    params: tuple[dict[str, Any], ...] = {}, {"allowed_token_ids": [20]}
+    constant = (
+        Request(f"constant/{n}", (20,) * (40 * n + 3), 40, at=n, params=params[n % 2])
+        for n in range(8)
+    )
+    return Row("few tokens", (tuple(short), tuple(constant)))
+
+
 def rows_of(spec: EngineSpec, *names: str) -> list[Row]:
     """Those of these rows that the engine has."""
     known = {row.name: row for row in rows(spec)}
@@ -182,7 +194,7 @@ def as_long_as_windows(spec: EngineSpec) -> Row:
         tokens = prompt(f"window {length} {number}", length)
         return Request(f"{name}/{length}/{number}", tokens, 12, at=at, params=_PLAIN)
 
-    lengths = range(size - 2, size + 3)
+    lengths = range(max(size - 2, 1), size + 3)
     return Row(
         "as long as windows",
         (
@@ -192,6 +204,15 @@ def as_long_as_windows(spec: EngineSpec) -> Row:
             tuple(of("among", size, number, at=number) for number in range(8)),
         ),
     )
+
+
+def padded_prompts() -> Row:
+    """Prompts of one token that come while others run: vLLM pads them with drafts."""
+    ones = (
+        Request(f"padded/{n}", prompt(f"padded {n}", 1), 12, at=6 * n + 10)
+        for n in range(4)
+    )
+    return Row("padded prompts", ((*_batch("running", 4, 30, 160), *ones),))
 
 
 def taken_for_windows(
@@ -246,7 +267,10 @@ def _aborted() -> tuple[Request, ...]:
 
 
 def _too_many(spec: EngineSpec) -> tuple[Request, ...]:
-    """Requests that need a third more slots than there are."""
+    """Requests that need a third more slots than there are; of a hybrid more blocks,
+    once each needs another one."""
+    if spec.hybrid:
+        return _batch("crowd", MAX_NUM_SEQS, 160, 440, stagger=0.25)
     length, max_tokens = 150, 300
     count = -(-spec.num_slots * 4 // 3 // (length + max_tokens))
     return _batch("crowd", count, length + 8, max_tokens, stagger=0.25)

@@ -93,6 +93,9 @@ class GpuTestExtension(OracleExtension):
         config = runner.vllm_config
         layers = cache_layers(runner).values()
         transaction, manager = observer_of(runner, "transaction"), manager_of(runner)
+        audit = observer_of(runner, "audit")
+        states = audit and audit.audit.states
+        caches = zip(states.layers, states.caches, strict=True) if states else ()
         return {
             "runner": f"{type(runner).__module__}.{type(runner).__qualname__}",
             "backends": sorted({type(layer.impl).__name__ for layer in layers}),
@@ -113,6 +116,7 @@ class GpuTestExtension(OracleExtension):
                 "layers": [layer.name for g in manager.groups for layer in g.layers],
             },
             "resolved": [i.resolved for i in transaction.infos] if transaction else [],
+            "states": sorted({f"{of[1]} {cache.dtype}" for of, cache in caches}),
         }
 
     def test_memory(self) -> dict[str, Any] | None:
