@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -151,6 +150,7 @@ def test_steps_that_pool_a_wrong_row_are_named(ratio: int, num_drafts: int) -> N
         assert (num_wrong > 0) == is_short
 
 
+@pytest.mark.sanitizer
 def test_a_row_of_one_layer_that_is_written_to_is_named() -> None:
     world = Rings()
     world.runs("a", [7] * 6, (1, 2))
@@ -173,6 +173,7 @@ def test_a_row_is_compared_when_it_is_read() -> None:
     assert world.step(a=4) == []
 
 
+@pytest.mark.sanitizer
 def test_rows_that_are_not_the_requests_are_not_compared() -> None:
     """A block that another request has left is not zeroed; what comes with a hit was
     not written to it. And block 0 is nobody's."""
@@ -191,13 +192,9 @@ def test_rows_that_are_not_the_requests_are_not_compared() -> None:
     assert world.totals() == [4, 2]
 
 
-def test_the_null_block_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_null_block_is_nobodys() -> None:
     world = Rings()
-
-    def table_of(names: Any) -> torch.Tensor:
-        return world._int32([[0] for _ in names])
-
-    monkeypatch.setattr(world, "table_of", table_of)
+    world.table_of = lambda names: world._int32([[0] for _ in names])
     world.runs("a", [7] * 6, (1, 2))
     for ring in world.rings:
         ring[0] += 1

@@ -23,7 +23,7 @@ import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from tests.kernels import audit_world
-from tests.kernels.audit_world import Work, World
+from tests.kernels.audit_world import N, Work, World
 from tests.kernels.conftest import DEVICES
 from tests.kernels.reference import random_bytes
 from vllm_nwor import ops
@@ -81,7 +81,7 @@ def a_runner(backend: str, device: Any = "cpu", **changes: Any) -> Any:
     spec = MambaSpec(
         shapes=((1,),),
         dtypes=(torch.float32,),
-        block_size=64,
+        block_size=changes.pop("block_size", 64),
         mamba_cache_mode=changes.pop("cache_mode", "none"),
         num_speculative_blocks=num_drafts,
     )
@@ -103,19 +103,21 @@ class Hybrid(World):
 
     spoils: changes the metadata of the next step. unwritten: (kind, part) -> whether
     that step leaves a part of a state's heads, or a convolution's buffer, as it was.
-    ring: of a layer that compresses 4 tokens, in a group of its own.
+    ring: of a layer that compresses 4 tokens, in a group of its own. about: as changes
+    of a_runner.
     """
 
     backend: str = "GDN_ATTN"
     spoils: Any = None
     unwritten: Any = None
     ring: torch.Tensor | None = None
+    about: dict[str, Any] = field(default_factory=dict)
     # Of each request: tokens that the kernels keep of its last window.
     kept: dict[str, int] = field(default_factory=dict)
     num_heads: ClassVar[int] = 8
 
     def __post_init__(self):
-        self.model = a_runner(self.backend, self.device)
+        self.model = a_runner(self.backend, self.device, **self.about)
         (group,) = states.groups_of(self.model)
         self.has_drafts = self.backend not in PLAIN
         num_drafts = NUM_DRAFTS if self.has_drafts else 0
@@ -329,6 +331,24 @@ def test_anothers_state_is_named(backend):
     assert {one.owner for one in found} == {"a", "b"}
 
 
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("backend", ["GDN_ATTN", "MAMBA2_ATTN", "LINEAR_ATTN"])
+@pytest.mark.parametrize("wrong", [0, 1, 6])
+def test_a_state_in_the_prefix_cache_is_what_its_text_left(backend, wrong):
+    """A request finds that of block 1, and reads a copy in block 6. wrong: the block of
+    which one is."""
+    world = Hybrid(backend=backend, about={"cache_mode": "align", "block_size": N})
+    assert world.runs("a", range(10, 10 + N), [1]) == []
+    for state in world.state_caches:
+        state.tensor[1] += wrong == 1
+        state.tensor[6] = state.tensor[1] + (wrong == 6)
+    found = world.runs("b", range(10, 10 + 2 * N), [1, 6], hit=N)
+    assert kinds_of(found) == (all_states(world, "changed_state") if wrong else set())
+    assert {one.block for one in found} <= {wrong}
+    assert world.states.totals.tolist() == [len(world.state_caches), 0]
+
+
+@pytest.mark.sanitizer
 @pytest.mark.parametrize("backend", WITH_DRAFTS)
 def test_a_wrong_number_of_accepted_drafts_is_named(backend):
     world = started(backend)
