@@ -54,12 +54,10 @@ class Report:
 @dataclass
 class Outcome(Outputs):
     """The outcome of a row. batches: for each step that vLLM scheduled, the tokens of
-    each request in batch order; num_windowed: how many of them had drafts.
-    num_preempted: requests that were preempted, with repetition."""
+    each request in batch order; num_windowed: how many of them had drafts."""
 
     batches: list[list[tuple[str, int]]] = field(default_factory=list)
     num_windowed: int = 0
-    num_preempted: int = 0
     seconds: float = 0.0
 
 
@@ -122,7 +120,6 @@ class Engine(Player):
             scheduled = output.num_scheduled_tokens.items()
             self._outcome.batches.append(list(scheduled))
             self._outcome.num_windowed += bool(output.scheduled_spec_decode_tokens)
-            self._outcome.num_preempted += len(output.preempted_req_ids or ())
             return output
 
         self.scheduler.schedule = noted

@@ -23,31 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.computed import (  # noqa: F401 # jobs
-    computed,
-    computed_by_ranks,
-    computed_eager,
-    computed_whole,
-)
+from tests.gpu import computed, rows, weights
 from tests.gpu.engines import BY_NAME, EngineSpec
 from tests.gpu.harness import SEED, Engine, Outcome, Report, distance
-from tests.gpu.rows import (
-    PHASES,
-    SLEEP_ROWS,
-    Row,
-    as_long_as_windows,
-    batch_8,
-    block_ends,
-    few_tokens,
-    offloaded,
-    padded_prompts,
-    prompt,
-    rows,
-    rows_of,
-    stored,
-    taken_for_windows,
-)
-from tests.gpu.weights import refits, weights_cost  # noqa: F401 # jobs
 from tests.helpers.player import Request, moved_bytes, risen
 
 POISON_SEED = 3
@@ -83,15 +61,15 @@ FILLED_ROWS = ("batch 8", "seeded sampling", "prefix caching", "chunked prefill"
 def matrix(spec: EngineSpec, models: Path, report: Report) -> None:
     """All rows twice: plain, then watched by the byte oracle."""
     engine = Engine(spec, models, report)
-    report.save_rows("plain", rows(spec), engine.run_row)
-    report.save_rows("watched", rows(spec), partial(run_watched, engine))
+    report.save_rows("plain", rows.rows(spec), engine.run_row)
+    report.save_rows("watched", rows.rows(spec), partial(run_watched, engine))
     metrics = (m for m in engine.llm.get_metrics() if m.name == "vllm:nwor_info")
     report.save(info=[m.labels["resolved"] for m in metrics if m.value == 1])
     if spec.tensor_parallel > 1 or spec.executor:
         engine.stop()
 
 
-def run_watched(engine: Engine, row: Row, by: str = "Watch") -> dict[str, Any]:
+def run_watched(engine: Engine, row: rows.Row, by: str = "Watch") -> dict[str, Any]:
     """Engine.run_row under the oracle. by: Watch or Fault."""
     engine.forget()  # before the caches are poisoned
     engine.rpc("test_oracle", by, "start", POISON_SEED)
@@ -114,7 +92,7 @@ def one_row(spec: EngineSpec, models: Path, report: Report) -> None:
         staging.VIEWING_BACKENDS = (*staging.VIEWING_BACKENDS, backend)
     engine = Engine(spec, models, report)
     before = moved_bytes(engine)
-    row = engine.run_row(offloaded() if spec.connector else batch_8(spec))
+    row = engine.run_row(rows.offloaded() if spec.connector else rows.batch_8(spec))
     report.save(row=row, counters=row["counters"], groups=engine.report()["groups"])
     report.save(moved=risen(before, moved_bytes(engine)))
 
@@ -123,12 +101,12 @@ def missed(spec: EngineSpec, models: Path, report: Report) -> None:
     """A row's outputs and counters with all hooks and without that of begin; then the
     error of a strict engine."""
     engine = Engine(spec, models, report)
-    report.save(whole=engine.run_row(batch_8(spec)))
+    report.save(whole=engine.run_row(rows.batch_8(spec)))
     engine.rpc("test_lose_begin", "0")
-    report.save(without=engine.run_row(batch_8(spec)))
+    report.save(without=engine.run_row(rows.batch_8(spec)))
     engine.rpc("test_lose_begin", "always")
     try:
-        engine.run(batch_8(spec))
+        engine.run(rows.batch_8(spec))
     except Exception as error:
         report.save(raised=f"{type(error).__name__}: {error}")
 
@@ -141,7 +119,7 @@ def faults(spec: EngineSpec, models: Path, report: Report) -> None:
         engine.rpc("test_oracle", "Fault", "plant", what)
         found: dict[str, Any] = {"raised": ""}
         try:
-            found |= run_watched(engine, batch_8(spec), "Fault")
+            found |= run_watched(engine, rows.batch_8(spec), "Fault")
         except Exception as error:
             found["raised"] = f"{type(error).__name__}: {error}"
         seen = engine.rpc("test_oracle", "Fault", "lift")[0]
@@ -158,20 +136,20 @@ def sleep(spec: EngineSpec, models: Path, report: Report) -> None:
     is_audited = "VLLM_NWOR_AUDIT" in os.environ
     engine = Engine(spec, models, report, enable_sleep_mode=True)
     run = engine.run_row if is_audited else partial(run_watched, engine)
-    for phase in PHASES:
+    for phase in rows.PHASES:
         results = report.found[phase] = {}
         if phase == "live":
-            results["interrupted"] = interrupt(engine, batch_8(spec))
+            results["interrupted"] = interrupt(engine, rows.batch_8(spec))
         elif phase != "awake":
             nap(engine, int(phase[-1]))
         results["memory"] = engine.rpc("test_memory")[0]
         report.save()  # a step on freed memory would end the process
-        report.save_rows(phase, rows_of(spec, *SLEEP_ROWS), run)
+        report.save_rows(phase, rows.rows_of(spec, *rows.SLEEP_ROWS), run)
     if is_audited:
         report.save(audit=engine.rpc("test_audit"))
 
 
-def interrupt(engine: Engine, row: Row) -> dict[str, Any]:
+def interrupt(engine: Engine, row: rows.Row) -> dict[str, Any]:
     """A row in which the engine sleeps and wakes up while requests run: vLLM preempts
     and recomputes them."""
     found: dict[str, Any] = {}
@@ -208,11 +186,11 @@ def poison(spec: EngineSpec, models: Path, report: Report) -> None:
     engine = Engine(spec, models, report)
     for name, filling in PASSES.items():
         run = partial(run_filled, engine, filling)
-        report.save_rows(name, rows_of(spec, *FILLED_ROWS), run)
+        report.save_rows(name, rows.rows_of(spec, *FILLED_ROWS), run)
 
 
 def run_filled(
-    engine: Engine, filling: tuple[str, bool] | None, row: Row
+    engine: Engine, filling: tuple[str, bool] | None, row: rows.Row
 ) -> dict[str, Any]:
     """Outputs and, unless `filling` is None, the number of filled slots."""
     if filling is None:
@@ -232,16 +210,16 @@ def audit(spec: EngineSpec, models: Path, report: Report) -> None:
     steps."""
     engine = Engine(spec, models, report)
 
-    def run(row: Row) -> list[Any]:
+    def run(row: rows.Row) -> list[Any]:
         engine.run(row)
         return engine.rpc("test_audit")
 
-    report.save_rows("clean", rows(spec), run)
+    report.save_rows("clean", rows.rows(spec), run)
     flipped: list[Any] = []
     with engine.before_step(
         FLIP_BEFORE_STEP, lambda: flipped.extend(engine.rpc("test_flip_bit"))
     ):
-        found = run(batch_8(spec))
+        found = run(rows.batch_8(spec))
     report.save(flipped=flipped, found=found)
 
 
@@ -249,37 +227,36 @@ def states(spec: EngineSpec, models: Path, report: Report) -> None:
     """The audit's findings in rows of a hybrid model, again until spec.steps are made;
     in one in which the states of a request and layer are lost between two steps, and in
     two whose prompts may be taken for windows. hits: tokens that the requests of the
-    clean rows found in the prefix cache. preempted: by row, how many were."""
+    clean rows found in the prefix cache. preempted: how often some were."""
     engine, num_steps = Engine(spec, models, report), 0
     hits: dict[str, dict[str, int]] = {}
-    preempted: Counter[str] = Counter()
 
-    def run(row: Row) -> list[Any]:
+    def run(row: rows.Row) -> list[Any]:
         nonlocal num_steps
         outcome = engine.run(row)
         num_steps += len(outcome.batches)
         hits.setdefault(row.name, outcome.cached)
-        preempted[row.name] += outcome.num_preempted
         return engine.rpc("test_audit")
 
-    clean = [row for row in rows(spec) if row.name in STATE_ROWS]
-    clean += [few_tokens(), *([block_ends()] if spec.cached else [])]
+    clean = [row for row in rows.rows(spec) if row.name in STATE_ROWS]
+    clean += [rows.few_tokens(), *([rows.block_ends()] if spec.cached else [])]
     report.save_rows("clean", clean, run)
     again = itertools.cycle(clean)
     while num_steps < spec.steps:
         report.found["clean"]["again"] = run(next(again))
-    report.save(hits=hits, num_steps=num_steps, preempted=preempted)
+    metrics = (m for m in engine.llm.get_metrics() if m.name == "vllm:num_preemptions")
+    report.save(hits=hits, num_steps=num_steps, preempted=sum(m.value for m in metrics))
     lost: list[Any] = []
     with engine.before_step(
         FLIP_BEFORE_STEP, lambda: lost.extend(engine.rpc("test_lose_state"))
     ):
-        found = run(batch_8(spec))
+        found = run(rows.batch_8(spec))
     report.save(lost=lost, found=found)
-    outcome = engine.run(as_long_as_windows(spec))
-    taken = sorted(taken_for_windows(spec, outcome.batches))
+    outcome = engine.run(rows.as_long_as_windows(spec))
+    taken = sorted(rows.taken_for_windows(spec, outcome.batches))
     names = [sorted({name for name, *_ in of}) for of in named(engine, outcome)]
     report.save(taken=taken, named=names, differences=differences(outcome))
-    outcome = engine.run(padded_prompts())
+    outcome = engine.run(rows.padded_prompts())
     firsts = dict(reversed([*itertools.chain(*outcome.batches)]))
     padded = sorted(n for n, of in firsts.items() if n.startswith("padded/") and of > 1)
     report.save(padded={"prompts": padded, "named": named(engine, outcome)})
@@ -289,11 +266,10 @@ def states(spec: EngineSpec, models: Path, report: Report) -> None:
 
 def named(engine: Engine, outcome: Outcome) -> list[list[tuple[str, str, str]]]:
     """Requests of that row of which the audit found something, and what, by rank."""
-    looks = [look["findings"] for look in engine.rpc("test_audit")]
-    ours = ([one for one in of if one["owner"] in outcome.tokens] for of in looks)
+    names, looks = outcome.tokens, engine.rpc("test_audit")
     return [
-        sorted({(one["owner"], one["kind"], str(one["state"])) for one in of})
-        for of in ours
+        sorted({(o, f["kind"], f["state"]) for f in of if (o := f["owner"]) in names})
+        for of in (look["findings"] for look in looks)
     ]
 
 
@@ -322,12 +298,12 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
         engine.rpc("test_randomize", SEED)
         size = spec.block_size
         first = tuple(
-            Request(f"first/{n}", prompt(f"o {n}", 40 + n), 4 * size - 40 - n)
+            Request(f"first/{n}", rows.prompt(f"o {n}", 40 + n), 4 * size - 40 - n)
             for n in range(8)
         )
         # A store is submitted one step later.
-        filler = (Request("filler/0", prompt("filler", 20), 12),)
-        tokens = engine.run(Row("first", (first, filler))).tokens
+        filler = (Request("filler/0", rows.prompt("filler", 20), 12),)
+        tokens = engine.run(rows.Row("first", (first, filler))).tokens
         later = tuple(
             Request(
                 f"later/{n}",
@@ -339,8 +315,8 @@ def corrupting(spec: EngineSpec, models: Path, report: Report) -> None:
             for n, request in enumerate(first)
         )
         fresh = tuple(replace(r, name=f"fresh/{r.name}", salt="fresh") for r in later)
-        loaded = engine.run(Row("later", (later, filler)))  # loaded from the host
-        computed = engine.run_again(Row("fresh", (fresh,)))
+        loaded = engine.run(rows.Row("later", (later, filler)))  # loaded from the host
+        computed = engine.run_again(rows.Row("fresh", (fresh,)))
 
     found = [
         distance(loaded, request.name, computed, f"fresh/{request.name}")
@@ -360,16 +336,16 @@ def loaded_again(spec: EngineSpec, models: Path, report: Report) -> None:
     engine = Engine(spec, models, report, prepares=False)
     engine.rpc("test_randomize", SEED)
     texts = tuple(
-        Request(f"text/{n}", prompt(f"o {n}", 40 + n), 4, params={"logprobs": 5})
+        Request(f"text/{n}", rows.prompt(f"o {n}", 40 + n), 4, params={"logprobs": 5})
         for n in range(8)
     )
-    first = engine.run(Row("computed", (texts,)))
+    first = engine.run(rows.Row("computed", (texts,)))
     engine.forget()
-    loaded = engine.run_again(Row("loaded", (texts,)))
+    loaded = engine.run_again(rows.Row("loaded", (texts,)))
     report.save(audit=engine.rpc("test_audit"))
     salted = tuple(replace(text, salt="other") for text in texts)
     engine.forget()
-    cached = loaded, engine.run_again(Row("salted", (salted,)))
+    cached = loaded, engine.run_again(rows.Row("salted", (salted,)))
     report.save(
         cached=[[*one.cached.values()] for one in cached],
         differences=[distance(loaded, one.name, first, one.name) for one in texts],
@@ -385,39 +361,40 @@ def loads(spec: EngineSpec, models: Path, report: Report) -> None:
     shutil.rmtree(store, ignore_errors=True)
     store.mkdir()
     engine = Engine(spec, models, report)
-    texts, others = stored(spec)
-    tokens = engine.run(Row("stored", (texts, others))).tokens
+    texts, others = rows.stored(spec)
+    tokens = engine.run(rows.Row("stored", (texts, others))).tokens
     turns = tuple(
-        replace(one, prompt=(*one.prompt, *tokens[one.name], *prompt(one.name, 9)))
+        replace(one, prompt=(*one.prompt, *tokens[one.name], *rows.prompt(one.name, 9)))
         for one in texts
     )
     cached: dict[str, dict[str, int]] = {}
 
-    def run(row: Row, reset_connector: bool = False) -> list[Any]:
+    def run(row: rows.Row, reset_connector: bool = False) -> list[Any]:
         engine.forget(reset_connector)
         cached[row.name] = engine.run_again(row).cached
         return engine.rpc("test_audit")
 
-    clean = [Row("loaded", (texts, others)), Row("turns", (turns,))]
+    clean = [rows.Row("loaded", (texts, others)), rows.Row("turns", (turns,))]
     report.save_rows("clean", clean, run)
     if has_two:
-        row = Row("from the second", (texts, others))
+        row = rows.Row("from the second", (texts, others))
         report.save_rows("clean", [row], partial(run, reset_connector=True))
     lengths = [len(one.prompt) for one in (*texts, *others)]
     size = engine.llm.vllm_config.cache_config.block_size
     report.save(cached=dict(cached), lengths=lengths, block_size=size)
     kept = set(store.iterdir())
-    wrong = replace(texts[0], name="wrong/0", prompt=prompt("wrong", lengths[0]))
-    engine.run(Row("wrong", ((wrong,),)))
+    wrong = replace(texts[0], name="wrong/0", prompt=rows.prompt("wrong", lengths[0]))
+    engine.run(rows.Row("wrong", ((wrong,),)))
     files = set(store.iterdir()) - kept
-    engine.run(Row("filler", ((Request("filler/0", prompt("filler", 20), 12),),)))
+    filler = (Request("filler/0", rows.prompt("filler", 20), 12),)
+    engine.run(rows.Row("filler", (filler,)))
     engine.forget(has_two)
     if files:
         layer = report.found["facts"]["targets"][1]
         where = [flip_in_file(*files, layer, spec.block_size)]
     else:
         where = engine.rpc("test_flip_stored")
-    found = run(Row("wrong", ((wrong,),)))
+    found = run(rows.Row("wrong", ((wrong,),)))
     report.save(where=where, found=found)
 
 
@@ -432,7 +409,7 @@ def handover(role: str, spec: EngineSpec, models: Path, report: Report) -> None:
     runner = core.model_executor.driver_worker.worker.model_runner
 
     def run(request: Request) -> Outcome:
-        return engine.run_again(Row(request.name, ((request,),)))
+        return engine.run_again(rows.Row(request.name, ((request,),)))
 
     getattr(test_nixl, role)(runner, run, Path(os.environ["NWOR_TEST_FOLDER"]))
 
@@ -477,12 +454,12 @@ def sync(spec: EngineSpec, models: Path, report: Report) -> None:
     engine = Engine(spec, models, report, prepares=False)
     sync_debug._sync_check_enabled = False
     engine.rpc("test_randomize", SEED)
-    checked_rows = rows_of(spec, *CHECKED_ROWS)
+    checked_rows = rows.rows_of(spec, *CHECKED_ROWS)
     # Twice: the first run may initialize things.
     for row in checked_rows * 2:
         engine.run(row)
     report.save(compiled=compiled)  # later entries are saved, too
-    report.save(profiles=[profile(engine, batch_8(spec)) for _ in range(2)])
+    report.save(profiles=[profile(engine, rows.batch_8(spec)) for _ in range(2)])
     sync_debug._sync_check_enabled = True
     checked: dict[str, str | None] = {}
     for row in checked_rows:
@@ -495,7 +472,7 @@ def sync(spec: EngineSpec, models: Path, report: Report) -> None:
     report.save(sync_check=checked)
 
 
-def profile(engine: Engine, row: Row) -> dict[str, Any]:
+def profile(engine: Engine, row: rows.Row) -> dict[str, Any]:
     """The profiler's counts for a row: steps; by name, the host's synchronizing and
     allocating calls and operators, copies to pageable memory (which wait without such a
     call), and the device's work."""
@@ -540,7 +517,7 @@ def main(job: str, name: str, out: str, models: str) -> int:
     report = Report(Path(out), engine=name, mode=mode, job=job)
     started = time.perf_counter()
     try:
-        globals()[job](spec, Path(models), report)
+        (globals() | vars(computed) | vars(weights))[job](spec, Path(models), report)
     except BaseException:
         text = traceback.format_exc()
         print(text, flush=True)

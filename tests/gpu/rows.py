@@ -137,15 +137,11 @@ def block_ends() -> Row:
 
 
 def few_tokens() -> Row:
-    """Prompts around a kernel's chunk of 64 tokens; texts of one token, half of them to
-    their end."""
+    """Prompts around a kernel's chunk of 64 tokens; texts of one token."""
     short = (Request(f"short/{n}", prompt(f"short {n}", n), 6) for n in range(1, 66))
-    params: tuple[dict[str, Any], ...] = {}, {"allowed_token_ids": [20]}
-    constant = (
-        Request(f"constant/{n}", (20,) * (40 * n + 3), 40, at=n, params=params[n % 2])
-        for n in range(8)
-    )
-    return Row("few tokens", (tuple(short), tuple(constant)))
+    constant = _batch("constant", 8, 0, 40, 1, ({}, {"allowed_token_ids": [20]}))
+    constant = tuple(replace(one, prompt=(20,) * 40 * (one.at + 1)) for one in constant)
+    return Row("few tokens", (tuple(short), constant))
 
 
 def rows_of(spec: EngineSpec, *names: str) -> list[Row]:
@@ -208,10 +204,7 @@ def as_long_as_windows(spec: EngineSpec) -> Row:
 
 def padded_prompts() -> Row:
     """Prompts of one token that come while others run: vLLM pads them with drafts."""
-    ones = (
-        Request(f"padded/{n}", prompt(f"padded {n}", 1), 12, at=6 * n + 10)
-        for n in range(4)
-    )
+    ones = (Request(f"padded/{n}", (n + 20,), 12, at=6 * n + 10) for n in range(4))
     return Row("padded prompts", ((*_batch("running", 4, 30, 160), *ones),))
 
 
@@ -267,9 +260,8 @@ def _aborted() -> tuple[Request, ...]:
 
 
 def _too_many(spec: EngineSpec) -> tuple[Request, ...]:
-    """Requests that need a third more slots than there are; of a hybrid more blocks,
-    once each needs another one."""
-    if spec.hybrid:
+    """Requests that need a third more slots than there are."""
+    if spec.hybrid:  # more blocks than there are, when each needs another one
         return _batch("crowd", MAX_NUM_SEQS, 160, 440, stagger=0.25)
     length, max_tokens = 150, 300
     count = -(-spec.num_slots * 4 // 3 // (length + max_tokens))

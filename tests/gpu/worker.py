@@ -93,8 +93,7 @@ class GpuTestExtension(OracleExtension):
         config = runner.vllm_config
         layers = cache_layers(runner).values()
         transaction, manager = observer_of(runner, "transaction"), manager_of(runner)
-        audit = observer_of(runner, "audit")
-        states = audit and audit.audit.states
+        states = (audit := observer_of(runner, "audit")) and audit.audit.states
         caches = zip(states.layers, states.caches, strict=True) if states else ()
         return {
             "runner": f"{type(runner).__module__}.{type(runner).__qualname__}",
