@@ -12,9 +12,9 @@ rebuilt after each mutation. The tests must pass in the copy before the first mu
 
 Caught means: pytest names a test that failed. A test run that ends otherwise (a crash,
 a mutation that does not compile) is an error, not a catch. Exit status: 0 all caught;
-1 one survived, or an error. --selftest: the audit's self-test must name a fault that it
-missed because that check was removed. The file has three parts: what the tests caught,
-and in it "selftest" and "cuda".
+1 one survived, or an error. --selftest: the audit's self-tests must name a fault that
+they missed because that check was removed. The file has three parts: what the tests
+caught, and in it "selftest" and "cuda".
 
 --cuda: mutations of the CUDA kernels of shadow blocks. `build` makes a library for
 each, `run` tests those on a GPU (tools/gpu/README.md). Not covered: all other CUDA
@@ -65,7 +65,7 @@ TESTS = (
     "tests/integration/test_boundary_states.py",
     "tests/integration/test_stored_states.py",
 )
-SELFTEST = ("-m vllm_nwor.audit --selftest",)
+SELFTEST = tuple(f"-m vllm_nwor.audit --selftest{which}" for which in ("", " --states"))
 CUDA_TESTS = ("tests/kernels", "-k")
 CUDA_TESTS += ("cuda and (seat or stage or number_kept or awaited) and not large",)
 TIMEOUT_SECONDS = 900
@@ -199,16 +199,17 @@ def build_and_test(
 
 
 def run_tests(tree: Path, tests: Sequence[str]) -> TestRun:
-    """Runs SELFTEST in `tree`, or pytest until a test fails, since the bug may crash
-    the next one. A test whose fixture fails is no catch."""
-    options = ("-m", "pytest", "-q", "--tb=no", "-rf", "--exitfirst")
-    options += ("-p", "no:cacheprovider")
-    ran = SELFTEST[0].split() if tests == SELFTEST else (*options, *tests)
-    status, said = run_python(tree, *ran)
-    failed = re.findall(r"^FAIL(?:ED)? (.+?)(?: - .*|: .*)?$", said, re.MULTILINE)
-    if status == 0 or (status == 1 and failed):
-        return TestRun(tuple(failed))
-    return TestRun(error=f"it ended with status {status}: {said[-600:]}")
+    """Runs SELFTEST or pytest in `tree` until one fails, since the bug may crash the
+    next one. A test whose fixture fails is no catch."""
+    options = ("-m", "pytest", "-qx", "--tb=no", "-rf", "-p", "no:cacheprovider")
+    for ran in map(str.split, tests) if tests == SELFTEST else [(*options, *tests)]:
+        status, said = run_python(tree, *ran)
+        failed = re.findall(r"^FAIL(?:ED)? (.+?)(?: - .*|: .*)?$", said, re.MULTILINE)
+        if status == 1 and failed:
+            return TestRun(tuple(failed))
+        if status:
+            return TestRun(error=f"it ended with status {status}: {said[-600:]}")
+    return TestRun()
 
 
 def main() -> int:
@@ -225,8 +226,7 @@ def main() -> int:
     chosen = [one for one in chosen if one.file.endswith(".cu") == bool(args.cuda)]
     run = partial(build_and_test, tests=tests, cuda=args.cuda)
     part = "selftest" if args.selftest else "cuda" if args.cuda else None
-    file: Path | None = args.json
-    known = json.loads(file.read_text()) if file and file.exists() else {}
+    known = json.loads(to.read_text()) if (to := args.json) and to.exists() else {}
     before = known.get(part, {}) if part else known
     earlier = {one["name"]: one["tests"] for one in before.get("mutations", ())}
     with tempfile.TemporaryDirectory(prefix="nwor-mutation-") as folder:
@@ -246,8 +246,8 @@ def main() -> int:
             print(f"{one['name']}: {one['outcome']} {what}", flush=True)
             by_name[one["name"]] = one | (of_the_copy if is_one else {})
             result["mutations"] = list(by_name.values())
-            if file is not None:
-                write_json(file, known | ({part: result} if part else result))
+            if to is not None:
+                write_json(to, known | ({part: result} if part else result))
     caught = sum(by_name[one.name]["outcome"] == "caught" for one in chosen)
     print(f"{caught} of {len(chosen)} mutations caught")
     return 0 if caught == len(chosen) else 1
