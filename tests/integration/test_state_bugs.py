@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of vLLM in recurrent states, in vLLM as it is: the audit names them in the
-steps in which they happen, which each test finds by itself, and nothing else; with the
-fault mended it is silent.
+"""Faults of vLLM in recurrent states: the audit names them in the steps in which they
+happen, which each test finds by itself, and nothing else; with the fault mended it is
+silent. vLLM is as it is, or a test says which other fault of it is mended.
 
 Each vLLM runs all of these tests. The first two faults are mended in 0.32; `make
 test-older` finds them in 0.29. Outcomes go to cases.jsonl in the folder of
@@ -37,6 +37,7 @@ OLD_STATE = "a step without drafts behind accepted ones (#39273)"
 FIRST_TOKEN = "a prompt of one token (#51562)"
 PADDED = "a prompt of one token, padded with drafts"
 SHIFT = "a window with fewer drafts than the longest"
+BOTH = "conv", "temporal"
 # A step of the audit, and a request.
 Moment = tuple[int, str]
 
@@ -81,18 +82,21 @@ class Run:
             accepted |= dict.fromkeys(step.scheduled, 0) | step.accepted
         return found
 
-    def assert_stale(self) -> dict[Moment, int]:
-        """The states that are read are of the last token that was computed alone, in
-        all layers; that is all that is found."""
+    def num_stale(self) -> int:
+        """The states of both kinds that are read are of the last token that was
+        computed alone, in all layers; that is all that is found. In how many moments.
+        """
         counted = self.without_drafts_after_accepted()
-        assert {one.kind for one in self.findings} == {"stale_state"}
-        of_temporal = [one for one in self.findings if one.state == "temporal"]
-        assert moments(of_temporal) == counted.keys()
-        for one in of_temporal:
-            assert (one.layer, one.num_layers, one.column) == (LAYERS[0], 3, 0)
+        for state in BOTH:
+            of_kind = [one for one in self.findings if one.state == state]
+            assert len(of_kind) == len(counted)
+            assert moments(of_kind) == counted.keys()
+        for one in self.findings:
+            assert (one.kind, one.column) == ("stale_state", 0)
+            assert (one.layer, one.num_layers) == (LAYERS[0], len(LAYERS))
             num_lost = counted[one.step, request_name(one.owner or "")]
             assert int(one.expected) - int(one.found) == num_lost
-        return counted
+        return len(moments(self.findings))
 
 
 # --- vLLM issue 39273 -----------------------------------------------------------------
@@ -127,16 +131,15 @@ def test_a_row_without_drafts_goes_on_from_an_old_state(
         assert control.result.logprobs == right.result.logprobs
 
     mend_convolutions(monkeypatch)
-    named: Any = ()
+    num_named = 0
     if BEFORE_0_32:
         # With vLLM's convolutions, and then without their own fault.
         monkeypatch.undo()
         for mend in (lambda patch: None, mend_convolutions):
             mend(monkeypatch)
             wrong = Run(engine, short_once_none, truth, FOUR)
-            named = wrong.assert_stale()
-            assert list(named.values()) == [2]
-            assert len(wrong.findings) == 2
+            num_named = wrong.num_stale()
+            assert list(wrong.without_drafts_after_accepted().values()) == [2]
             for name, tokens in right.result.tokens.items():
                 first = GAP - len(prompts[name]) if name == "short" else len(tokens)
                 assert wrong.result.tokens[name][:first] == tokens[:first]
@@ -147,7 +150,7 @@ def test_a_row_without_drafts_goes_on_from_an_old_state(
     assert len(mended.without_drafts_after_accepted()) == 1
     assert mended.findings == []
     assert mended.result.tokens == right.result.tokens
-    record(OLD_STATE, "one request, one step", 1, len(named), "0.32")
+    record(OLD_STATE, "one request, one step", 1, num_named, "0.32")
 
 
 def test_rows_without_drafts_of_ngram_go_on_from_old_states(
@@ -156,19 +159,23 @@ def test_rows_without_drafts_of_ngram_go_on_from_old_states(
     """vLLM's own drafter, on texts of few words, which repeat."""
     requests = of_few_words()
     mend_convolutions(monkeypatch)
-    named: Any = ()
-    if BEFORE_0_32:
-        named = Run(engine, None, {}, requests).assert_stale()
-        assert len(named) > 9
-        mend_rows_without_drafts(monkeypatch)
-    mended = Run(engine, None, {}, requests)
-    counted = mended.without_drafts_after_accepted()
+    run = Run(engine, None, {}, requests)
+    counted = run.without_drafts_after_accepted()
     assert len(counted) > 9
-    assert mended.findings == []
-    record(OLD_STATE, "ngram", len(named or counted), len(named), "0.32")
+    num_named = len(moments(run.findings))
+    if BEFORE_0_32:
+        assert run.num_stale() == num_named
+        mend_rows_without_drafts(monkeypatch)
+        run = Run(engine, None, {}, requests)
+        assert len(run.without_drafts_after_accepted()) > 9
+    assert run.findings == []
+    record(OLD_STATE, "ngram", len(counted), num_named, "0.32")
 
 
 # --- vLLM issue 51562 -----------------------------------------------------------------
+
+
+NOT_YET = [("no_state_yet", state, len(LAYERS)) for state in BOTH]
 
 
 def test_a_prompt_of_one_token_goes_on_from_the_state_of_another_request(
@@ -194,10 +201,8 @@ def test_a_prompt_of_one_token_goes_on_from_the_state_of_another_request(
         return logprobs, runs[0].findings + runs[2].findings
 
     (right, wrong), findings = first_logprobs()
-    named = [("no_state_yet", "conv", 3), ("no_state_yet", "temporal", 3)] * 2
-    assert [(f.kind, f.state, f.num_layers) for f in findings] == (
-        named if BEFORE_0_32 else []
-    )
+    named = NOT_YET * 2 if BEFORE_0_32 else []
+    assert [(f.kind, f.state, f.num_layers) for f in findings] == named
     assert (wrong != right) is BEFORE_0_32
     mend_first_tokens(monkeypatch)
     (right, again), mended = first_logprobs()
@@ -240,7 +245,8 @@ def test_a_short_window_leaves_its_convolution_shifted(
     mended = Run(engine, every_other_short, prompts, FOUR)
     assert mended.findings == []
     assert mended.result.tokens != wrong.result.tokens
-    record(SHIFT, "every other window short", len(counted), len(counted), "0.33")
+    num_named = len(moments(wrong.findings))
+    record(SHIFT, "every other window short", len(counted), num_named, "0.33")
 
 
 def test_a_padded_prompt_of_one_token_goes_on_from_the_state_of_another_request(
@@ -249,16 +255,18 @@ def test_a_padded_prompt_of_one_token_goes_on_from_the_state_of_another_request(
     """vLLM pads it with drafts if it comes while others have some, and so takes it for
     a request that has a state."""
     mend_first_tokens(monkeypatch)
-    answers = {}
+    answers, named = {}, set()
     for at in (0, 6, 7, 8):
         requests = [Request("one", (77,), 4, at=at)]
         requests += [Request("other", prompt(5, 40), 30)] * (at > 0)
         run = Run(engine, all_wrong, {"one": (77,), "other": ()}, requests)
-        kinds = {(one.kind, request_name(one.owner or "")) for one in run.findings}
-        assert kinds == ({("no_state_yet", "one")} if at else set())
-        assert len(moments(run.findings)) == (at > 0)
+        kinds = [(f.kind, f.state, f.num_layers) for f in run.findings]
+        assert kinds == (NOT_YET if at else [])
+        first = next(number for number, step in run.steps if "one" in step.scheduled)
+        assert moments(run.findings) <= {(first, "one")}
+        named |= moments(run.findings)
         answers[at] = run.result.logprobs["one"][0]
     right = dict(entry[:2] for entry in answers.pop(0))
     wrong = [dict(entry[:2] for entry in one) for one in answers.values()]
     assert any(right.keys() != one.keys() for one in wrong)
-    record(PADDED, "one other request", len(wrong), len(wrong), "none")
+    record(PADDED, "one other request", len(wrong), len(named), "none")
