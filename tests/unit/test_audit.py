@@ -3,7 +3,9 @@
 
 import ast
 import inspect
+import math
 from itertools import combinations
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from tests.helpers.logs import nwor_log
 from vllm_nwor.audit import build
 from vllm_nwor.audit.requests import MAX_FEATURES, features_of, hash_of, seed_of
+from vllm_nwor.audit.states import Sizes
 from vllm_nwor.base import errors
 from vllm_nwor.config import NworConfig
 from vllm_nwor.hooks import connectors
@@ -445,3 +448,15 @@ def test_a_failure_in_the_scheduler_hook_ends_no_step(strict, monkeypatch):
     assert line.startswith(
         "ERROR NWOR audit: new requests of failed steps are unverified: "
     )
+
+
+def test_the_tables_of_recurrent_states_are_as_large_as_documented():
+    """Each of them: of a hybrid with three groups of 32 states in the prefix cache."""
+    sizes = Sizes(
+        *(96, 3, 7, 256, 1000, 4), num_records=1000, max_in_group=32, max_ratio=0
+    )
+    of_seats, of_blocks = 256 * (228 + 96 * (56 + 5 * 40)), 1000 * (3 * 4 + 32 + 32 * 8)
+    shapes = [math.prod(shape) * dtype.itemsize for shape, dtype in sizes.shapes()]
+    assert sum(shapes) == of_seats + of_blocks + 96 * 336 + 16  # two totals
+    docs = (Path(__file__).parents[2] / "docs/audit.md").read_text()
+    assert f": {of_seats / 1e6:.1f} MB for 256 requests, 48 layers with both" in docs
