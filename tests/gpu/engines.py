@@ -56,9 +56,9 @@ class EngineSpec:
     "ray-compiled" (up to 0.32). windows: some layers have a sliding window, and a
     KV-cache group of their own. hybrid: its folder, if some layers have recurrent
     state. cached: which is found in the prefix cache (vLLM 0.29 on). state_dtype:
-    vLLM's mamba_ssm_cache_dtype. steps: how many it makes at least without a finding.
-    seats: in mode stage, how many requests have shadow blocks; 0 for all. real: with
-    the weights of SmolLM2, by tools/setup/make_models.py, and prompts of
+    vLLM's mamba_ssm_cache_dtype. steps: at how many the audit looks at least, without a
+    finding. seats: in mode stage, how many requests have shadow blocks; 0 for all.
+    real: with the weights of SmolLM2, by tools/setup/make_models.py, and prompts of
     benchmarks/prompts.json.
     """
 

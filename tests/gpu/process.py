@@ -224,19 +224,20 @@ def audit(spec: EngineSpec, models: Path, report: Report) -> None:
 
 
 def states(spec: EngineSpec, models: Path, report: Report) -> None:
-    """The audit's findings in rows of a hybrid model, again until spec.steps are made;
-    in one in which the states of a request and layer are lost between two steps, and in
-    two whose prompts may be taken for windows. hits: tokens that the requests of the
-    clean rows found in the prefix cache. preempted: how often some were."""
+    """The audit's findings in rows of a hybrid model, again until it has looked at
+    spec.steps; in one in which the states of a request and layer are lost between two
+    steps, and in two whose prompts may be taken for windows. hits: tokens that the
+    requests of the clean rows found in the prefix cache. preempted: how often some
+    were."""
     engine, num_steps = Engine(spec, models, report), 0
     hits: dict[str, dict[str, int]] = {}
 
     def run(row: rows.Row) -> list[Any]:
         nonlocal num_steps
-        outcome = engine.run(row)
-        num_steps += len(outcome.batches)
-        hits.setdefault(row.name, outcome.cached)
-        return engine.rpc("test_audit")
+        hits.setdefault(row.name, engine.run(row).cached)
+        looks: list[Any] = engine.rpc("test_audit")
+        num_steps = min(look["counts"]["steps"] for look in looks)
+        return looks
 
     clean = [row for row in rows.rows(spec) if row.name in STATE_ROWS]
     clean += [rows.few_tokens(), *([rows.block_ends()] if spec.cached else [])]
