@@ -83,9 +83,8 @@ class Run:
         return found
 
     def num_stale(self) -> int:
-        """The states of both kinds that are read are of the last token that was
-        computed alone, in all layers; that is all that is found. In how many moments.
-        """
+        """In how many moments the states of both kinds that are read are of the last
+        token that was computed alone, in all layers; that is all that is found."""
         counted = self.without_drafts_after_accepted()
         for state in BOTH:
             of_kind = [one for one in self.findings if one.state == state]

@@ -452,9 +452,7 @@ def test_a_failure_in_the_scheduler_hook_ends_no_step(strict, monkeypatch):
 
 def test_the_tables_of_recurrent_states_are_as_large_as_documented():
     """Each of them: of a hybrid with three groups of 32 states in the prefix cache."""
-    sizes = Sizes(
-        *(96, 3, 7, 256, 1000, 4), num_records=1000, max_in_group=32, max_ratio=0
-    )
+    sizes = Sizes(96, 3, 7, 256, 1000, 4, num_records=1000, max_in_group=32)
     of_seats, of_blocks = 256 * (228 + 96 * (56 + 5 * 40)), 1000 * (3 * 4 + 32 + 32 * 8)
     shapes = [math.prod(shape) * dtype.itemsize for shape, dtype in sizes.shapes()]
     assert sum(shapes) == of_seats + of_blocks + 96 * 336 + 16  # two totals
