@@ -3,6 +3,7 @@
 `make serve` must leave no process, each mutation must fit the code it mutates,
 workflows must run targets that exist, an image that does not protect is wrong."""
 
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import yaml
 
 from tools import image, mutation_check
 from tools.setup import make_models
+from vllm_nwor.audit.state_faults import STATE_FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -154,6 +156,14 @@ def test_each_mutation_fits_the_code_it_mutates():
         text = (ROOT / mutation.file).read_text(encoding="utf-8")
         assert text.count(mutation.old) == 1, mutation.name
         assert mutation.new != mutation.old
+
+
+def test_each_planted_fault_of_states_is_missed_without_some_check():
+    found = json.loads((ROOT / "results/mutation_check.json").read_text())["selftest"]
+    of_selftest = {one.name for one in mutation_check.MUTATIONS if one.selftest}
+    assert {one["name"] for one in found["mutations"]} == of_selftest
+    missed = {name for one in found["mutations"] for name in one["tests"]}
+    assert {fault.__name__ for fault in STATE_FAULTS} <= missed
 
 
 def test_workflows_run_targets_of_the_makefile():
