@@ -206,9 +206,7 @@ def test_the_verdicts_on_lmcache(truths: Truths, monkeypatch: Any) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("config", [SYNC, ASYNC], ids=["sync", "async"])
-def test_a_connector_that_conforms_passes(
-    config: dict[str, Any], truths: Truths
-) -> None:
+def test_a_conforming_connector_passes(config: dict[str, Any], truths: Truths) -> None:
     found = truths.judge(f"{HELPER}:FolderConnector", config)
     is_async = config is ASYNC
     assert found_in(found) == ({} if is_async else {"abort_loading": ()})

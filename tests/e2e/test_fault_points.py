@@ -525,9 +525,7 @@ def vanilla_text():
 @pytest.mark.nightly
 @pytest.mark.parametrize("where", ["forward", "sampler"])
 @pytest.mark.parametrize("how", ["kill", "raise"])
-def test_a_worker_dies_between_log_and_commit(
-    how, where, vanilla_text, tmp_path, monkeypatch
-):
+def test_a_worker_dies_before_commit(how, where, vanilla_text, tmp_path, monkeypatch):
     """The client gets an error and no wrong token; the server ends; a new server gives
     the answer of vLLM without NWOR."""
     # vLLM's development mode gives access to the workers.

@@ -84,9 +84,7 @@ def adapter(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("changes", [{}, {"speculative_config": None}])
-def test_correct_stores_and_loads_are_no_findings(
-    adapter: str, changes: dict[str, Any]
-) -> None:
+def test_stores_and_loads_are_silent(adapter: str, changes: dict[str, Any]) -> None:
     engine, later = stored(**changes)
     num_loaded = load(engine, later)
     assert engine.audit.audit.loads.name == {"adapter": "KNOWN"}.get(adapter, "UNKNOWN")
@@ -155,9 +153,7 @@ FAULTS = {
 }
 
 
-def test_a_load_of_other_bytes_than_were_stored_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_load_of_other_bytes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, later = stored()
     layers = engine.audit.audit.groups[0].layers
     for fault, (num_layers, first_layer, num_slots) in FAULTS.items():

@@ -257,9 +257,7 @@ def test_a_load_writes_nothing_to_zeroed_blocks(
     assert [finding.position for finding in world.found()] == positions()
 
 
-def test_slots_go_to_the_wrong_block(
-    world: World, loads: Callable[[Load], None]
-) -> None:
+def test_slots_go_to_a_wrong_block(world: World, loads: Callable[[Load], None]) -> None:
     (text,) = world.store(1)
 
     def misplace(connector: Any, context: Any, **_: Any) -> None:
@@ -342,9 +340,7 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return put
 
 
-def test_a_file_is_missing_and_nobody_says_so(
-    world: World, loads: Callable[[Load], None]
-) -> None:
+def test_a_file_is_missing_unsaid(world: World, loads: Callable[[Load], None]) -> None:
     (text,) = world.store(1)
     (stored,) = world.folders()
     remove(stored)

@@ -55,9 +55,7 @@ def test_right_states_are_silent(engine: Engine) -> None:
         assert found(engine) == []
 
 
-def test_states_that_vllms_cpu_code_misplaces_with_speculation_are_named(
-    engine: Engine,
-) -> None:
+def test_states_that_cpu_code_misplaces_with_drafts_are_named(engine: Engine) -> None:
     """Nobody has a draft."""
     model = next(one for one in MODELS if MODELS[one] == engine.states)
     requests = REQUESTS[:3]

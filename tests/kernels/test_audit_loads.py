@@ -418,10 +418,8 @@ def test_slots_of_a_load_that_no_finding_names_are_unverified():
     outbox = world.audit.outbox
     world.found = lambda: outbox.take(outbox.num_sent)
     found = world.runs("b", TEXT[:5], [1, 2], hit=4)
-    assert fields(found.findings, "kind position") == [
-        ("never_loaded", 2),
-        ("never_loaded", 3),
-    ]
+    never = [("never_loaded", 2), ("never_loaded", 3)]
+    assert fields(found.findings, "kind position") == never
     assert (found.num_unverified, found.num_verified) == (2, 0)
     assert world.counts("unverified") == (2,)
 

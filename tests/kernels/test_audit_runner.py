@@ -471,9 +471,7 @@ def test_a_file_that_cannot_be_written_is_refused_at_start(tmp_path):
             build.build(rank, NworConfig(audit_file=str(path)), None)
 
 
-def test_a_line_a_minute_and_one_at_the_end_say_that_nothing_was_found(
-    tmp_path, monkeypatch
-):
+def test_a_line_a_minute_and_at_the_end_says_nothing_was_found(tmp_path, monkeypatch):
     """The file is as new as the last line."""
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=1000.0)
     monkeypatch.setattr(audit_findings, "time", clock)

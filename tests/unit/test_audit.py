@@ -397,8 +397,8 @@ def test_only_memory_of_this_process_is_known_to_be_its_own():
     ],
 )
 def test_connectors_that_change_bytes_are_named(of, env, expected, tmp_path):
+    path = tmp_path / "lmcache.yaml"
     if (text := env.get("LMCACHE_CONFIG_FILE")) is not None:
-        path = tmp_path / "lmcache.yaml"
         if text:  # else there is no such file
             path.write_text(text)
         env = {"LMCACHE_CONFIG_FILE": str(path)}

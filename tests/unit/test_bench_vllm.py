@@ -151,9 +151,7 @@ def test_pairs_are_added_until_the_intervals_are_narrow(noise, num_pairs):
         (0.997, 0.9959, (1.001, 1.002), "missed"),
     ],
 )
-def test_met_goes_by_the_low_end_and_never_by_the_control(
-    median, low, control, verdict
-):
+def test_met_goes_by_the_low_end_never_by_the_control(median, low, control, verdict):
     noise = dict(zip(("low", "high"), control, strict=True))
     assert summary.verdict({"median": median, "low": low}, noise) == verdict
 
@@ -198,9 +196,7 @@ def test_each_arm_makes_every_step_of_a_round_once():
     assert ran[7] == ["unhooked", "stage", "unhooked", "cow"]
 
 
-def test_ratios_are_to_both_runs_of_the_baseline_and_host_times_of_other_runs(
-    engine, capsys
-):
+def test_ratios_are_to_both_baselines_and_host_times_of_other_runs(engine, capsys):
     """7 tokens a run. The process that never loaded NWOR made 14/3 a second, the
     unhooked runs 7, and their controls 7/3."""
     # The warm-ups; rounds, in which runs of two steps are turns; those that are timed.
@@ -280,7 +276,7 @@ NO_RESULT = [
 
 
 @pytest.mark.parametrize(("words", "runs", "status", "said"), NO_RESULT)
-def test_no_speed_without_equal_outputs(
+def test_no_speed_if_outputs_differ(
     words, runs, status, said, engine, capsys, tmp_path
 ):
     engine.run.side_effect = runs
@@ -491,9 +487,7 @@ def test_a_hooks_time_is_without_what_it_wraps(monkeypatch):
 
 
 @pytest.mark.parametrize("restores", [True, False])
-def test_no_rate_of_a_kernel_that_leaves_a_wrong_byte(
-    restores, tmp_path, capsys, monkeypatch
-):
+def test_no_rate_of_a_kernel_with_a_wrong_byte(restores, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench_kernels, "CPU_CACHE_BYTES", 1 << 14)
     if not restores:
         monkeypatch.setattr(ops, "restore_rejected_drafts", lambda *_: None)

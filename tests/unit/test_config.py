@@ -109,9 +109,7 @@ def test_poison_is_allowed_in_mode_cow_only():
     ],
 )
 @pytest.mark.parametrize("variable", ["AUDIT_FILE", "AUDIT_INCIDENT"])
-def test_an_audit_file_that_cannot_be_written_is_a_bad_value(
-    name, why, variable, tmp_path
-):
+def test_an_unwritable_audit_file_is_a_bad_value(name, why, variable, tmp_path):
     """If the audit is on, and only when an engine starts."""
     (tmp_path / "file").touch()
     path = f"{tmp_path}/{name}"

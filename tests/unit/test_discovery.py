@@ -170,9 +170,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("mode", [Mode.COW, Mode.STAGE])
 @pytest.mark.parametrize(("name", "refused", "message"), REFUSED)
-def test_a_group_is_refused_by_name_and_the_other_protected(
-    name, refused, message, mode
-):
+def test_a_refused_group_is_named_and_the_other_protected(name, refused, message, mode):
     if not isinstance(refused, tuple):
         refused = {"c": layer(), "b": refused}
     manager, infos, _ = build(runner({"a": layer()}, refused), mode=mode)
@@ -415,9 +413,7 @@ def test_a_group_that_cannot_be_staged_is_logged_with_a_reason(found, reason, co
 
 
 @pytest.mark.parametrize("reuses_metadata", [False, True])
-def test_layers_that_will_be_refused_are_marked_before_the_cache_is_sized(
-    reuses_metadata,
-):
+def test_layers_to_be_refused_are_marked_before_the_cache_is_sized(reuses_metadata):
     """A layer that cannot be examined is not marked."""
     bad = layer(dtype="nvfp4", backend="FLEX")
     found = runner({"good": layer(), "bad": bad, "draft": layer()})
@@ -486,9 +482,7 @@ def test_unused_reserved_blocks_of_a_refused_group_are_logged(is_staged, num_los
 @pytest.mark.parametrize("num_seqs", [1, 4, 64])
 @pytest.mark.parametrize("num_drafts", [1, 3, 20])
 @pytest.mark.parametrize("block_size", [8, 16, 64, 528])
-def test_the_reserved_memory_is_enough_for_shadow_blocks(
-    num_seqs, num_drafts, block_size
-):
+def test_reserved_memory_is_enough_for_shadow_blocks(num_seqs, num_drafts, block_size):
     """One group, a seat for each sequence, kernel blocks of 16 tokens."""
     per_seat = blocks_per_seat(num_drafts, block_size)
     entry_tokens = min(block_size, 16)

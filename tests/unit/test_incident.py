@@ -151,9 +151,7 @@ def test_as_many_steps_are_kept_as_there_is_room_for(tmp_path, monkeypatch):
 # --- the file -------------------------------------------------------------------------
 
 
-def test_nothing_is_written_before_a_finding_and_then_not_too_often(
-    tmp_path, monkeypatch
-):
+def test_nothing_is_written_before_a_finding_then_not_too_often(tmp_path, monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=1000.0)
     monkeypatch.setattr(incident, "time", clock)
     world = story(tmp_path)

@@ -165,7 +165,7 @@ def test_the_metadata_is_valid_and_requires_no_build_of_vllm(wheel, sdist):
 # --- what is published (tools/dist.py) ---
 
 
-def test_a_wheel_that_breaks_what_its_name_promises_is_not_published(
+def test_a_wheel_that_is_not_what_it_says_is_not_published(
     wheel, tmp_path, monkeypatch
 ):
     """One for CPUs, renamed, with a function of Python that is not in its limited API:

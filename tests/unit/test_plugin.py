@@ -135,9 +135,7 @@ def test_a_fork_hooks_a_module_at_its_end(pending, monkeypatch):
     assert pending == []
 
 
-def test_ignored_files_of_another_branch_are_no_copy_of_the_package(
-    tmp_path, monkeypatch
-):
+def test_ignored_files_of_a_branch_are_no_copy_of_the_package(tmp_path, monkeypatch):
     """What git leaves of a fork's folder when it checks out a branch without it."""
     folder = tmp_path / "v1" / "nwor"
     (folder / "__pycache__").mkdir(parents=True)

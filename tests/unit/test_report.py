@@ -373,9 +373,7 @@ OF_A_STEP = (
 
 @pytest.mark.parametrize("is_v2", [False, True])
 @pytest.mark.parametrize("num_drafts", [3, 0])
-def test_observers_are_called_inwards_up_to_the_forward_and_outwards_after_it(
-    is_v2, num_drafts
-):
+def test_observers_are_called_inwards_to_the_forward_then_outwards(is_v2, num_drafts):
     """Without `every_step`, a step without drafts has only its start and its output."""
     runner, step = hooks_of_a_step(is_v2, num_drafts)
     for every_step in (True, False):
@@ -416,9 +414,7 @@ def test_drafts_without_a_step_and_failed_steps_are_reported_outwards(is_v2):
 
 @pytest.mark.parametrize("is_v2", [False, True])
 @pytest.mark.parametrize("moment", OF_A_STEP)
-def test_an_observer_that_ends_during_a_hook_fails_no_step_and_ends_no_other(
-    is_v2, moment
-):
+def test_an_observer_that_ends_in_a_hook_fails_no_step_and_ends_no_other(is_v2, moment):
     """The thread that reads outputs may end the audit at any moment."""
     runner, step = hooks_of_a_step(is_v2, 3)
     calls = []
