@@ -126,6 +126,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("max-num-seqs", "vLLM's; sizes the log (batch size)", whole(1))
     add("block-size", "tokens a KV block (vLLM's choice)", whole(1))
     add("kv-transfer-config", "vLLM's: a KV connector, in JSON", json_object)
+    text = "vLLM's: the KV cache's size, for engines that share a GPU (what is free)"
+    add("kv-cache-memory-bytes", text, whole(1))
     choose("runner", ("auto", "v1", "v2"), "auto", "vLLM's model runner on cuda")
     text = "always make --max-tokens tokens"
     parser.add_argument("--ignore-eos", action="store_true", help=text)

@@ -178,6 +178,10 @@ def engine_arguments(
         arguments["block_size"] = options.block_size
     if options.kv_transfer_config:
         arguments["kv_transfer_config"] = options.kv_transfer_config
+    if options.kv_cache_memory_bytes:
+        # vLLM then only asks at its start whether that share of the GPU is free.
+        arguments["kv_cache_memory_bytes"] = options.kv_cache_memory_bytes
+        arguments["gpu_memory_utilization"] = 0.05
     if target.random_weights:
         prompt = options.context or prompts.RANDOM_PROMPT_TOKENS
         needed = prompt + options.max_tokens + options.num_speculative_tokens

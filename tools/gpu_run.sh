@@ -4,9 +4,7 @@
 #
 #   tools/gpu_run.sh [STEP [ARGUMENT...]]...
 #
-# Steps, their arguments and the variables that are read: tools/gpu/README.md. A step
-# that fails or outlives its limit does not stop the others; the exit status says
-# whether one did.
+# Steps, their arguments, the variables that are read, the status: tools/gpu/README.md.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
@@ -117,10 +115,8 @@ for name in ("shape:llama-8b", "shape:llama-8b-eagle"):
         "prompt_lookup_min": 1, "prompt_lookup_max": 4}'
     local more=()
     if [ "$mode" = audited ]; then
-        # Few blocks, so that requests are preempted, and a KV connector, which in vLLM
-        # 0.26 ends the engine when a request is aborted that still waits (vLLM issue
-        # 49118); two of four drafts are accepted in each window, so that answers can be
-        # compared.
+        # Few blocks: requests are preempted. vLLM 0.26 with a KV connector ends when a
+        # request is aborted that waits (issue 49118). Two drafts of four are accepted.
         mode=stage
         local connector='"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
             "kv_connector_extra_config": {"cpu_bytes_to_use": 4294967296,
@@ -134,9 +130,8 @@ for name in ("shape:llama-8b", "shape:llama-8b-eagle"):
         more+=(--without abort_before_first_token)
         more+=(--env VLLM_USE_V2_MODEL_RUNNER=1 --env VLLM_NWOR_SHADOW_BLOCKS=128)
     fi
-    # Random weights: token ids instead of text. Greedy answers depend on who shares
-    # the batch, so the probe is alone. The C library gives freed memory back at once,
-    # as in `make soak`, so that a leak can be seen.
+    # Token ids: weights are random. The probe is alone: greedy answers depend on the
+    # batch. Freed memory is given back at once, so that a leak can be seen.
     "$PYTHON" tools/soak/soak.py --model "$model" --minutes "${1:-5}" --device cuda \
         --mode "$mode" --json "$RESULTS/soak.jsonl" --log "$log" \
         --env MALLOC_MMAP_THRESHOLD_=131072 --env MALLOC_TRIM_THRESHOLD_=131072 \
@@ -182,27 +177,24 @@ step_bench-kernels() {
     "$PYTHON" bench_kernels.py --device cuda --json "$RESULTS/kernels.jsonl" "$@"
 }
 
-step_host-profile() {
-    local failed=0
-    [ $# -gt 0 ] || set -- v2-k4-a70 v1-ngram-k4-a70
-    for cell in "$@"; do
-        timeout --kill-after=10 "${NWOR_CELL_S:-480}" "$PYTHON" tools/gpu/host_profile.py \
-            "$cell" --json "$RESULTS/host_time.jsonl" || failed=1
+cells() { # PROGRAM ARGUMENT... -- CELL...
+    local failed=0 call=()
+    while [ "$1" != -- ]; do call+=("$1") && shift; done
+    for cell in "${@:2}"; do
+        timeout --kill-after=10 "${NWOR_CELL_S:-480}" "$PYTHON" "${call[@]}" "$cell" || failed=1
     done
     return $failed
 }
 
+step_host-profile() {
+    [ $# -gt 0 ] || set -- v2-k4-a70 v1-ngram-k4-a70
+    cells tools/gpu/host_profile.py --json "$RESULTS/host_time.jsonl" -- "$@"
+}
+
 step_bench() {
-    local failed=0 budgeted='from tools.gpu.bench import BUDGETED; print(*BUDGETED)'
     # shellcheck disable=SC2046 # a name is a word
-    [ $# -gt 0 ] || set -- $("$PYTHON" -c "$budgeted")
-    for cell in "$@"; do
-        local started=$SECONDS
-        timeout --kill-after=10 "${NWOR_CELL_S:-480}" "$PYTHON" tools/gpu/bench.py \
-            "$cell" --results "$RESULTS" --seconds "${NWOR_BENCH_S:-70}" || failed=1
-        echo "$cell: $((SECONDS - started)) s"
-    done
-    return $failed
+    [ $# -gt 0 ] || set -- $("$PYTHON" -c 'from tools.gpu.bench import *; print(*BUDGETED)')
+    cells tools/gpu/bench.py --results "$RESULTS" --seconds "${NWOR_BENCH_S:-70}" -- "$@"
 }
 
 run_step() { # STEP ARGUMENT...: in a process of its own, which can be stopped whole

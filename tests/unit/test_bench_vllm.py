@@ -362,15 +362,15 @@ def test_host_times_have_one_begin_for_stage_and_begin(monkeypatch):
 
 def test_cells_are_commands_that_bench_vllm_takes():
     model = settings.Model("somewhere", "shape:llama-8b", True)
-    for cell in cells.CELLS:
-        for batch in cell.batches:
-            options = parse(cell.arguments(batch))
-            assert options.nwor_mode == ("off" if "audit" in cell.name else "stage")
-            engine = settings.engine_arguments(options, "cuda", model, model)
-            assert engine.get("block_size", 0) == cell.block_size
-            assert engine.get("kv_transfer_config") == cell.connector
-            mean = statistics.mean(options.acceptance or [0])
-            assert mean == pytest.approx(cell.acceptance / 100)
+    for cell, batch in [(of, batch) for of in cells.CELLS for batch in of.batches]:
+        options = parse([*cell.arguments(batch), "--kv-cache-memory-bytes", "96"])
+        assert options.nwor_mode == ("off" if "audit" in cell.name else "stage")
+        engine = settings.engine_arguments(options, "cuda", model, model)
+        assert engine["kv_cache_memory_bytes"] == 96
+        assert engine.get("block_size", 0) == cell.block_size
+        assert engine.get("kv_transfer_config") == cell.connector
+        mean = statistics.mean(options.acceptance or [0])
+        assert mean == pytest.approx(cell.acceptance / 100)
 
 
 @pytest.mark.parametrize(
@@ -384,12 +384,12 @@ def test_cells_are_commands_that_bench_vllm_takes():
 def test_a_cell_runs_each_batch_size_on_one_engine(cell, kv_blocks, engine, capsys):
     """Each line says with which command of bench_vllm.py it can be had again."""
     arguments = "--results", ".", "--seconds", "0", "--batches", *map(str, kv_blocks)
-    assert cells.main([cell, *arguments]) == 0
+    assert cells.main([cell, *arguments, "--kv-cache-memory-bytes", "96"]) == 0
     compared = {}
     for line in records.read("throughput", Path()):
         batch = line["key"]["batch"]
         assert line["key"]["cell"] == cell
-        assert line["command"].startswith("python bench_vllm.py ")
+        assert line["command"].endswith(" --kv-cache-memory-bytes 96")
         assert f"--batch-size {batch} " in line["command"]
         assert list(line["pairs"]) == ["cow", "stage", "control"]
         compared[batch] = line.get("true_off", {"kv_blocks": 0})["kv_blocks"]

@@ -7,7 +7,8 @@
 does what `python bench_vllm.py` does with each batch size's arguments, and appends the
 line that it would append, to RESULTS/throughput.jsonl, without another start of the
 engine, which takes longer than to measure. Pairs are added until their intervals are
-narrow enough or `--seconds` are over; the line says which it was.
+narrow enough or `--seconds` are over; the line says which it was. Other arguments are
+bench_vllm.py's, for all batch sizes.
 
 A cell is a list of arguments of bench_vllm.py. vLLM fixes the synthetic acceptance of
 an engine when it starts: two acceptances are two cells. Drafts come from an EAGLE head
@@ -42,6 +43,7 @@ import bench_vllm  # noqa: E402
 
 _READ = yaml.safe_load(Path(__file__).with_name("cells.yml").read_bytes())
 RATES = _READ["rates"]
+Batches = Mapping[int, Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -122,9 +124,8 @@ def start(options: Options, most: int) -> tuple[Engine, dict[str, Any]]:
     return engine, environment.describe(on, ROOT)
 
 
-def run_cell(cell: Cell, results: Path, seconds: float, batches: Sequence[int]) -> None:
-    """Starts the cell's engine and measures each of these batch sizes."""
-    argvs = {batch: cell.arguments(batch) for batch in batches}
+def run_cell(cell: Cell, results: Path, seconds: float, argvs: Batches) -> None:
+    """Starts the cell's engine and measures these batch sizes, by their arguments."""
     first, *_ = options = {batch: parse(argv) for batch, argv in argvs.items()}
     true_off: dict[str, Any] | None = None
     for _ in range(cell.true_off):
@@ -164,12 +165,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=70.0, help="a batch size (70)")
     text = "batch sizes (all of the cell)"
     parser.add_argument("--batches", type=int, nargs="+", help=text, metavar="N")
-    of = parser.parse_args(argv)
+    of, more = parser.parse_known_args(argv)
     cell = BY_NAME[of.cell]
     batches = of.batches or cell.batches
     if not set(batches) <= set(cell.batches):
         parser.error(f"--batches {batches}: allowed of {cell.name}: {cell.batches}")
-    return run_of(cell, lambda: run_cell(cell, of.results, of.seconds, batches))
+    argvs = {batch: [*cell.arguments(batch), *more] for batch in batches}
+    return run_of(cell, lambda: run_cell(cell, of.results, of.seconds, argvs))
 
 
 if __name__ == "__main__":
