@@ -1222,13 +1222,12 @@ template <typename Device>
 void call(const Device& device, const AuditResolveArgs& args) {
   device.check(args);
   device.run(KeepRequests{args}, args.num_reqs);
-  // What follows reads caches and the audit's own tables, the texts of hits, block
-  // tables, and which rows are whose: what vLLM's drafters leave as it is.
-  const Device beside = device.beside(args);
   for (int64_t i = 0; i < args.num_hits; ++i) {
-    beside.run(AdoptHit{args, args.hits[i]}, 1);
+    device.run(AdoptHit{args, args.hits[i]}, 1);
   }
-  beside.run(CheckRequests{args}, args.num_reqs);
+  device.run(CheckRequests{args}, args.num_reqs);
+  // What follows reads caches and the audit's own tables, and block tables.
+  const Device beside = device.beside(args);
   if (args.num_parts > 0) {
     beside.run_slots(RecordRows(args), args.num_tokens);
   }

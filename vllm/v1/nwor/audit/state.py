@@ -95,9 +95,8 @@ class Audit:
         self._row_seats = memory.take((num_seats,), torch.int32).zero_()
         self._open: Step | None = None
         # Requests that entered the batch with a cached prefix in this step: their rows,
-        # and the tokens of the prefix. Those that resolve reads beside the step.
+        # and the tokens of the prefix.
         self._fresh: dict[str, tuple[int, torch.Tensor]] = {}
-        self._adopted: dict[str, tuple[int, torch.Tensor]] = {}
         self._scheduled: Scheduled | None = None
         self.recorder: Recorder | None = None
         self._had_drafts = self._has_drafts = False
@@ -437,7 +436,6 @@ class Audit:
         self._identify(step.num_tokens)
         self.requests.settle()
         fresh, self._fresh = self._fresh, {}
-        self._adopted = fresh
         cu_num_logits: torch.Tensor | None = None
         kept: tuple[Any, ...] = (None, 0, None)
         if acceptance is not None:
