@@ -295,14 +295,18 @@ def test_a_draft_that_is_rejected_is_no_part_of_a_tail():
     assert blocks == [world.digest(text, 2, 4, "a", 3, TAIL)]
 
 
-def test_a_block_that_was_loaded_in_part_is_no_version_of_its_text():
-    """The request goes on in it. Nor is the next one that begins there, from its own
-    text, mistaken for it."""
+@pytest.mark.parametrize("num_written", [6, 0])
+def test_a_block_that_was_loaded_in_part_is_no_version_of_its_text(num_written):
+    """The request goes on in it, also where the load left it as it was. Nor is the next
+    one that begins there, from its own text, mistaken for it."""
     world = World(loads=Loads.UNKNOWN, num_digests=4)
     (digests,) = world.audit.outbox.judge.digests
-    world.fill(TEXT[:6])
+    assert world.runs("z", OTHER[:8], [1, 2]) == []
+    world.finish("z")
+    world.fill(TEXT[:num_written])
     world.local = {"a": 0}
-    assert world.runs("a", TEXT[:8], [1, 2], hit=6) == []
+    found = world.runs("a", TEXT[:8], [1, 2], hit=6)
+    assert fields(found) == ["never_loaded"] * (6 - num_written)
     key = signed(identity(TEXT[:8]))
     assert digests._texts[key] == (CUT,)
     world.finish("a")
@@ -529,10 +533,26 @@ def test_what_later_stores_took_the_room_of_is_unverified():
     assert world.counts() == (2 * N, 4 * N)
 
 
-def test_a_slot_that_was_stored_uncommitted_is_unverified_when_it_comes_back():
-    world = stored(77)
-    assert loaded(world, TEXT, brings=[*TEXT[:7], 77]) == []
-    assert world.counts() == (1, 7)
+# What comes back with it; what is found of the block's other slots; how many return.
+WITH_UNCOMMITTED = {
+    "the same": ([*TEXT[:7], 77], [], 7),
+    "other bytes": ([*TEXT[:5], 78, 79, 77], ["handed_on"] * 2, 5),
+    "nothing": ([*TEXT[:4], *OTHER[4:8]], ["never_loaded"] * 3, 4),
+}
+
+
+@pytest.mark.parametrize("case", WITH_UNCOMMITTED)
+def test_a_slot_that_was_stored_uncommitted_is_unverified_when_it_comes_back(case):
+    """Whatever is found of the other slots of its block. In its place is the token of
+    before, so that what it holds proves nothing."""
+    brings, kinds, num_returned = WITH_UNCOMMITTED[case]
+    world = stored(77, num_digests=4)
+    outbox = world.audit.outbox
+    world.found = lambda: outbox.take(outbox.num_sent)
+    found = loaded(world, [*TEXT[:7], OTHER[7]], brings)
+    assert fields(found.findings) == kinds
+    assert (found.num_unverified, found.num_verified) == (1, num_returned)
+    assert world.counts() == (1, num_returned)
 
 
 def test_a_copied_block_comes_from_the_same_store():

@@ -91,11 +91,13 @@ class Judge:
         for (_, block, position, generation, *_), _ in loaded:
             if block in failed:
                 begins[generation] = min(begins.get(generation, position), position)
+        # Slots that the device found as they were before. It counts none as unverified
+        # whose store it knows; these have another writer.
         reported = Counter(
-            finding.block
+            (finding.block, finding.writer.generation)
             for finding in found.findings
-            if (finding.group, finding.state) == (judged.group_id, judged.state)
-            if finding.step == of.step and finding.kind in OF_LOADS
+            if (finding.group, finding.step) == (judged.group_id, of.step)
+            if finding.kind == "never_loaded"
         )
         partly = self._partly[of.place]
         handed = self._handed(of, begins)
@@ -104,17 +106,17 @@ class Judge:
             verdict: Wrong | bool = False
             if position >= begins.get(generation, position + 1):
                 found.num_failed += num_slots
-            elif block in reported:  # what the device said of them is all
-                num_slots = min(num_slots, reported[block])
             else:
                 if num_slots < judged.block_size:
                     partly[block] = generation
-                elif is_known:
+                elif is_known and not reported[block, generation]:
                     verdict = digests.judge(text, tokens, digest, generation)
-                if verdict is False:
-                    verdict = handed.get((generation, block), False)
-                if verdict is False:
-                    continue
+                if num_reported := reported[block, generation]:
+                    num_slots = num_reported  # what the device said of them is all
+                else:
+                    verdict = verdict or handed.get((generation, block), False)
+                    if verdict is False:
+                        continue
             found.num_unverified -= num_slots
             if verdict is True:
                 found.num_verified += num_slots
