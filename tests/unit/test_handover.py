@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from tests.helpers.logs import nwor_log
+from tests.kernels.audit_world import GAMMA, mix
 from vllm_nwor import metrics
-from vllm_nwor.audit import handover
+from vllm_nwor.audit import handover, loads
 from vllm_nwor.audit.handover import Given, Handovers, Refused, Result
-from vllm_nwor.audit.loads import COMPUTED, FOUND, LOADED, TAIL, Heads, Wrong, word_at
+from vllm_nwor.audit.loads import COMPUTED, FOUND, LOADED, TAIL, Heads, Wrong
 from vllm_nwor.audit.requests import Handover
 from vllm_nwor.base import errors
 from vllm_nwor.config import MIN_SECRET_BYTES, NworConfig, NworConfigError, secret_in
@@ -104,9 +105,12 @@ def judged(instance: Handovers, kinds: Any = LOADS, change: Any = None) -> Any:
 
 
 def test_sums_are_those_of_the_device():
+    def word_at(word, n):
+        return mix(word + (n + 1) * GAMMA)
+
     words = np.array([[3, 1 << 63, 7]], np.uint64)
     expected = [word_at(int(word), n) for n, word in enumerate(words[0])]
-    assert handover.mix(words, np.arange(3)).tolist() == [expected]
+    assert loads.word_at(words, np.arange(3)).tolist() == [expected]
     assert handover.row_sums(words).tolist() == [sum(expected) % 2**64]
     columns = handover.column_sums(
         np.array([4, 1]), np.array([[3, 5], [2, 8]], np.uint64)

@@ -34,7 +34,7 @@ import msgspec
 import numpy as np
 
 from ..step import NewRequest
-from .loads import FOUND, LOADED, TAIL, Heads, Wrong
+from .loads import FOUND, LOADED, TAIL, Array, Heads, Wrong, word_at
 from .requests import Handover
 from .tables import AuditedGroup
 
@@ -46,8 +46,6 @@ KEY, GIVES, TAKES = "nwor", "do_remote_decode", "do_remote_prefill"
 VERSION = b"nwor1"
 MAC_BYTES, TEXT_BYTES = 32, 16
 UINT64 = np.dtype("<u8")
-
-Array = np.ndarray[Any, Any]
 
 
 class Result(enum.StrEnum):
@@ -92,24 +90,15 @@ class Refused(ValueError):
 # --- sums -----------------------------------------------------------------------------
 
 
-def mix(words: Array, indices: Array) -> Array:
-    """As word_at of audit_rules.h."""
-    number = indices.astype(np.uint64) + np.uint64(1)
-    value = words + number * np.uint64(0x9E3779B97F4A7C15)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
-
-
 def row_sums(digests: Array) -> Array:
     """[n] of [n, num_layers]. Never 0, which stands for none."""
-    sums = mix(digests, np.arange(digests.shape[1])).sum(axis=1, dtype=np.uint64)
+    sums = word_at(digests, np.arange(digests.shape[1])).sum(axis=1, dtype=np.uint64)
     return np.maximum(sums, np.uint64(1))
 
 
 def column_sums(blocks: Array, digests: Array) -> Array:
     """[num_layers] of [n, num_layers]. blocks: [n], their numbers in the text."""
-    return mix(digests, blocks[:, None]).sum(axis=0, dtype=np.uint64)
+    return word_at(digests, blocks[:, None]).sum(axis=0, dtype=np.uint64)
 
 
 # --- what travels ---------------------------------------------------------------------

@@ -51,7 +51,7 @@ CUT = b""
 # In the place of a block's tokens and who computed it.
 AMBIGUOUS = (0, 0)
 
-_MASK = (1 << 64) - 1
+Array = np.ndarray[Any, Any]
 
 # DigestKind of audit.h.
 COMPUTED, LOADED, FOUND, TAIL = range(4)
@@ -191,20 +191,20 @@ def zeros_of(group: AuditedGroup) -> bytes:
 
 
 @cache
-def _zero_sum(slot_bytes: int, block_size: int) -> int:
-    words = range(-(-slot_bytes // 8))
-    checksum = sum(word_at(0, word) >> 32 for word in words) % (1 << 32)
-    return sum(word_at(checksum, slot) for slot in range(block_size)) & _MASK
+def _zero_sum(slot_bytes: int, block_size: int) -> np.uint64:
+    sums = word_at(np.uint64(0), np.arange(-(-slot_bytes // 8))) >> np.uint64(32)
+    checksum = sums.sum() & np.uint64(0xFFFFFFFF)
+    return word_at(checksum, np.arange(block_size)).sum()
 
 
-def word_at(word: int, index: int) -> int:
-    """As word_at of audit_rules.h."""
-    return mix64(word + (index + 1) * 0x9E3779B97F4A7C15)
+def word_at(words: Array | np.uint64, indices: Array) -> Array:
+    """As word_at of audit_rules.h, of uint64."""
+    number = indices.astype(np.uint64) + np.uint64(1)
+    return mix64(words + number * np.uint64(0x9E3779B97F4A7C15))
 
 
-def mix64(value: int) -> int:
+def mix64(words: Array) -> Array:
     """As mix64 of audit_rules.h."""
-    value &= _MASK
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
-    return value ^ (value >> 31)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

@@ -164,15 +164,13 @@ def boundaries_of(groups: Sequence[StateGroup]) -> Iterator[Boundaries]:
                 yield Boundaries(*about, zeros.tobytes(), not group.has_checkpoints)
 
 
-def _zero_sum(window: int) -> int:
+def _zero_sum(window: int) -> np.uint64:
     """As read_at of states_rules.h, of a state of zeros."""
-    words = range(ops.SAMPLE_WORDS)
-    sums = [word_at(0, word) >> 32 for word in words]
-    size = ops.SAMPLE_WORDS // ops.SAMPLE_PARTS
-    parts = [sum(sums[n : n + size]) % (1 << 32) for n in words[::size]]
-    whole = sum(word_at(part, n) for n, part in enumerate(parts)) % (1 << 64)
-    of_columns = sum(mix64(whole + 1 + column) for column in range(window))
-    return of_columns % (1 << 64) if window else whole
+    sums = word_at(np.uint64(0), np.arange(ops.SAMPLE_WORDS)) >> np.uint64(32)
+    parts = sums.reshape(ops.SAMPLE_PARTS, -1).sum(axis=1) & np.uint64(0xFFFFFFFF)
+    whole = word_at(parts, np.arange(len(parts))).sum()
+    of_columns = mix64(whole + np.arange(1, window + 1, dtype=np.uint64))
+    return of_columns.sum() if window else whole
 
 
 class States:
