@@ -451,6 +451,7 @@ def test_mode_raise_ends_the_step_and_the_file_is_complete(tmp_path: Path) -> No
     names = ["findings.json", "incident.json"]
     assert sorted(p.name for p in tmp_path.iterdir()) == names
     recorded, report = incident.read(tmp_path / "incident.json")
+    assert [len(table.prompt) for table in recorded.tables] == [0]  # by default
     assert recorded.engine == incident.Engine("cow", model_path("tiny-llama"), "")
     assert ([finding], written["steps"]) == (
         [asdict(one) for one in report.findings],
@@ -459,9 +460,11 @@ def test_mode_raise_ends_the_step_and_the_file_is_complete(tmp_path: Path) -> No
 
 
 def test_an_incident_file_has_the_block_tables_of_the_runner(tmp_path: Path) -> None:
-    """In each step, with preemptions, prefix hits, aborts and names used again."""
+    """In each step, with preemptions, prefix hits, aborts and names used again. And its
+    prompts."""
     path = tmp_path / "incident.json"
-    engine = Engine("cow", EVERYTHING | {"AUDIT_INCIDENT": str(path)}, **FEW_BLOCKS)
+    settings = {"AUDIT_INCIDENT": str(path), "AUDIT_INCIDENT_TOKENS": "1"}
+    engine = Engine("cow", EVERYTHING | settings, **FEW_BLOCKS)
     recorder = engine.audit.audit.recorder
     ends = Counter[str]()
     num_compared = 0
@@ -478,6 +481,8 @@ def test_an_incident_file_has_the_block_tables_of_the_runner(tmp_path: Path) -> 
             for name, row in seats.items():
                 of = recorder._tables[name]
                 (blocks,), (steps,) = of.blocks, of.steps
+                tokens = batch.token_ids_cpu[row, : batch.num_prompt_tokens[row]]
+                assert of.prompt.tolist() == tokens.tolist()
                 assert table[row, : len(blocks)].tolist() == blocks.tolist()
                 assert len(blocks) == batch.block_table[0].num_blocks_per_row[row]
                 assert steps.tolist() == sorted(steps)

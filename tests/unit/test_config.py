@@ -35,14 +35,14 @@ def test_every_variable_is_read():
         *("MAX_LOG_ROWS=64", "SHADOW_BLOCKS=12"),
         *("AUDIT=raise", "AUDIT_MIB=0", "AUDIT_FILE=found.json"),
         *("AUDIT_STALE=count", "AUDIT_STORE=own", "AUDIT_INCIDENT=incident.json"),
-        "AUDIT_SECRET=secret",
+        *("AUDIT_SECRET=secret", "AUDIT_INCIDENT_TOKENS=1"),
     )
     config = NworConfig.from_env(dict(f"VLLM_NWOR_{one}".split("=") for one in given))
 
     steps = (Mode.STAGE, False, Strict.STARTUP, True, 64, 12)
     audit = (AuditMode.RAISE, 0, "found.json", StaleMode.COUNT, Store.OWN)
     files = {"audit_incident": "incident.json", "audit_secret": "secret"}
-    assert config == NworConfig(*steps, *audit, **files)
+    assert config == NworConfig(*steps, *audit, **files, audit_incident_tokens=True)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,7 @@ MIB = "empty (32) or a whole number of MiB a step, at least 0"
         ("VLLM_NWOR_AUDIT", "on", "off, log, raise"),
         ("VLLM_NWOR_AUDIT_STALE", "ignore", "find, count"),
         ("VLLM_NWOR_AUDIT_STORE", "mine", "auto, own, shared"),
+        ("VLLM_NWOR_AUDIT_INCIDENT_TOKENS", "true", "0, 1"),
         ("VLLM_NWOR_AUDIT_MIB", "1.5", MIB),
         ("VLLM_NWOR_AUDIT_MIB", "9" * 5000, MIB),
     ],

@@ -24,6 +24,8 @@ from vllm_nwor.hooks.scheduled import ScheduledStep
 from vllm_nwor.step import Transfer, Weights
 
 N = 16  # tokens a block
+# Of prompts and drafts, and nothing else in a file.
+A_TOKEN = r"\b70\d{3}\b"
 
 
 def finding(kind="changed", block=7, owner="b", writer=("a", 3), step=9):
@@ -35,11 +37,11 @@ def finding(kind="changed", block=7, owner="b", writer=("a", 3), step=9):
 class World:
     """A recorder and what it records."""
 
-    def __init__(self, folder, *findings):
+    def __init__(self, folder, *findings, **how):
         self.path = folder / "incident.json"
         self.findings = list(findings)
         of = Engine("cow", "tiny", "")
-        self.recorder = Recorder(str(self.path), of, [N, N], self.report)
+        self.recorder = Recorder(str(self.path), of, [N, N], self.report, **how)
 
     def report(self):
         versions = {"audit": "log", "nwor": "0.1", "vllm": "0.32.0", "torch": "2.11"}
@@ -57,7 +59,7 @@ class World:
             kv_cache_block_copies=others.get("copied", ()),
             nwor_weights=Weights(epoch=others.get("epoch", 0)),
             num_scheduled_tokens={name: 5 for name, *_ in [*new, *running]},
-            scheduled_spec_decode_tokens={name: [8] * 4 for name, *_ in running},
+            scheduled_spec_decode_tokens={name: [70_000] * 4 for name, *_ in running},
             scheduled_new_reqs=[
                 SimpleNamespace(
                     req_id=name,
@@ -65,6 +67,7 @@ class World:
                     num_computed_tokens=num_computed,
                     mm_features=[],
                     prompt_embeds=None,
+                    prompt_token_ids=[70_000 + 100 * number + p for p in range(40)],
                 )
                 for name, blocks, num_computed in new
             ],
@@ -88,10 +91,10 @@ class World:
         return capsys.readouterr().out
 
 
-def story(folder, *findings):
+def story(folder, *findings, **how):
     """Block 7: of "a" from step 2 to 4, of "b" as a prefix hit from step 5, which is
     preempted and resumes without it; loaded in step 6."""
-    world = World(folder, *findings)
+    world = World(folder, *findings, **how)
     world.step(1, [("a", [3], 0)])
     world.step(2, (), [("a", [7], 16, False)])
     world.step(3, (), [("a", None, 20, False)])
@@ -131,7 +134,7 @@ def test_a_table_says_when_each_block_came_and_went(tmp_path):
 
 
 def test_as_many_steps_are_kept_as_there_is_room_for(tmp_path, monkeypatch):
-    world = World(tmp_path, finding())
+    world = World(tmp_path, finding(), has_tokens=True)
     for number in range(1, 200):
         names = [(f"r{number}", list(range(10)), 0)]
         world.step(number, names, finished={f"r{number - 1}"})
@@ -140,7 +143,7 @@ def test_as_many_steps_are_kept_as_there_is_room_for(tmp_path, monkeypatch):
     assert [r["step"] for r in written["steps"]] == list(range(200 - NUM_STEPS, 200))
     assert [table["request"] for table in written["tables"]] == ["r199"]
 
-    monkeypatch.setattr(incident, "MAX_BLOCKS", 90)  # each ended table has 20 numbers
+    monkeypatch.setattr(incident, "MAX_VALUES", 250)  # each ended table has 20 + 40
     world.step(200, (), finished={"r199"})
     world.recorder.transfer(Transfer([[1] * 11, []], None, False))
     world.step(201)
@@ -227,6 +230,31 @@ def test_a_worker_in_another_thread_has_no_signal(tmp_path):
         "; not on SIGUSR2: this is not the main thread of its process"
     )
     assert signal.getsignal(signal.SIGUSR2) is before
+
+
+def test_tokens_are_in_the_file_if_asked_for_alone(tmp_path, capsys):
+    """Those of prompts, also of a request that was resumed and of one whose name came
+    again; `explain` shows what is around the finding."""
+    findings = [finding(step=8), finding(block=4, step=9), finding(block=9, owner="a")]
+    findings.append(replace(finding(block=5, step=9), position=50))
+    world = story(tmp_path, *findings, has_tokens=True)
+    assert world.recorder._prompts.keys() == {"b"}
+    world.step(9, [("b", [4], 0)])
+    said = re.findall("Tokens: (.*)", world.explained(capsys))
+    texts = [
+        f"the prompt of {name} has 40, from position 10 on: "
+        + " ".join(map(str, [*range(n + 10, n + 18), [n + 18], *range(n + 19, n + 27)]))
+        for name, n in (("b", 70_500), ("b", 70_900), ("a", 70_100))
+    ]
+    assert said == [
+        *(f"{t}." for t in texts),
+        "the prompt of b has 40, from position 42 on: none.",
+    ]
+    assert re.search(A_TOKEN, world.path.read_text())
+
+    world = story(tmp_path, *findings)
+    assert "Tokens" not in world.explained(capsys)
+    assert not re.search(A_TOKEN, world.path.read_text())
 
 
 # --- what it says ---------------------------------------------------------------------

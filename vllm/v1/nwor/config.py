@@ -114,6 +114,7 @@ ENV_NAMES = (
     AUDIT_STALE := "VLLM_NWOR_AUDIT_STALE",
     AUDIT_STORE := "VLLM_NWOR_AUDIT_STORE",
     AUDIT_INCIDENT := "VLLM_NWOR_AUDIT_INCIDENT",
+    AUDIT_INCIDENT_TOKENS := "VLLM_NWOR_AUDIT_INCIDENT_TOKENS",
     AUDIT_SECRET := "VLLM_NWOR_AUDIT_SECRET",
 )
 SWITCH = ("0", "1")
@@ -143,6 +144,7 @@ class NworConfig:
     on_reject: OnReject = OnReject.RESTORE
     audit_incident: str = ""
     audit_secret: str = ""
+    audit_incident_tokens: bool = False
 
     @property
     def strict(self) -> bool:
@@ -184,6 +186,8 @@ class NworConfig:
             on_reject=OnReject(read.choice(ON_REJECT, OnReject, "restore")),
             audit_incident=read.env.get(AUDIT_INCIDENT, ""),
             audit_secret=read.env.get(AUDIT_SECRET, ""),
+            audit_incident_tokens=read.choice(AUDIT_INCIDENT_TOKENS, SWITCH, "0")
+            == "1",
         )
         is_poison = config.on_reject is OnReject.POISON
         if is_poison and config.mode is not Mode.COW and MODE not in read.bad:

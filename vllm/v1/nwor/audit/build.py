@@ -117,7 +117,8 @@ def build(
     if incident:
         of_engine = Engine(config.mode.value, caches.model, caches.connector)
         sizes = [group.block_size for group in caches.groups]
-        audit.recorder = Recorder(incident, of_engine, sizes, observer.findings.content)
+        about_file = observer.findings.content, config.audit_incident_tokens
+        audit.recorder = Recorder(incident, of_engine, sizes, *about_file)
     return observer
 
 

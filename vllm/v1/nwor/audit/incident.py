@@ -4,9 +4,10 @@ something. explain.py reads it.
 
 A Recorder keeps the scheduler's output of the last steps, and each request's block
 tables with the step in which each block came. It reads nothing from the device, and
-keeps no tokens. It records where VLLM_NWOR_AUDIT_INCIDENT names a file; that is written
-with the first finding of a step, at most every INTERVAL_SECONDS, and on SIGUSR2. An
-error of its own switches it off, and nothing else.
+keeps no tokens but, if asked for, those of prompts. It records where
+VLLM_NWOR_AUDIT_INCIDENT names a file; that is written with the first finding of a step,
+at most every INTERVAL_SECONDS, and on SIGUSR2. An error of its own switches it off, and
+nothing else.
 
 What it does not know: blocks that the scheduler took back from a request that goes on
 (those below a sliding window), because no worker hears of these.
@@ -23,6 +24,7 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy, deepcopy
 from datetime import UTC, datetime
 from functools import wraps
 from pathlib import Path
@@ -39,8 +41,8 @@ from .findings import Finding, write_whole
 logger = logging.getLogger("vllm.v1.nwor")
 
 FORMAT = "vllm-nwor incident 1"
-# Steps in the file; fewer if these have more block numbers than MAX_BLOCKS.
-NUM_STEPS, MAX_BLOCKS = 64, 1 << 22
+# Steps in the file; fewer if these have more block numbers and tokens than MAX_VALUES.
+NUM_STEPS, MAX_VALUES = 64, 1 << 22
 INTERVAL_SECONDS = 10.0
 
 # For each KV-cache group, numbers of blocks: arrays, which msgspec encodes as lists.
@@ -60,7 +62,8 @@ class Table(Struct):
 
     num_found: tokens that were computed when it came: found in the cache, or loaded.
     epoch: of the weights that compute it. steps: in which each block came. until: the
-    last step in which it had them, and why then; None: it still has them.
+    last step in which it had them, and why then; None: it still has them. prompt: its
+    tokens, if asked for.
     """
 
     request: str
@@ -71,6 +74,7 @@ class Table(Struct):
     steps: Blocks
     until: int | None = None
     why: str = ""
+    prompt: list[int] = []
 
 
 class Transfer(Struct):
@@ -96,7 +100,7 @@ class StepRecord(Struct):
     seats: dict[str, int | None] = {}
     transfers: list[Transfer] = []
     is_cache_lost: bool = False
-    num_blocks: int = 0
+    num_values: int = 0
 
 
 class Report(Struct):
@@ -151,7 +155,8 @@ class Recorder:
     """Keeps the last steps, and writes them to `path`. The runner's thread records;
     others may write.
 
-    block_sizes: of each KV-cache group. report: Findings.content.
+    block_sizes: of each KV-cache group. report: Findings.content. has_tokens: whether
+    the file has those of prompts.
     """
 
     def __init__(
@@ -160,13 +165,16 @@ class Recorder:
         engine: Engine,
         block_sizes: Sequence[int],
         report: Callable[[], Mapping[str, Any]],
+        has_tokens: bool = False,
     ) -> None:
         self.path, self.is_on = Path(path), True
         self._engine, self._block_sizes = engine, list(block_sizes)
-        self._report = report
+        self._report, self._has_tokens = report, has_tokens
+        # Of requests that have not ended: vLLM names no prompt of a resumed one.
+        self._prompts: dict[str, list[int]] = {}
         self._steps: deque[StepRecord] = deque()
         self._tables: dict[str, Table] = {}
-        self._num_blocks = 0
+        self._num_values = 0
         # Of what is recorded, and of the file.
         self._lock, self._file_lock = threading.Lock(), threading.Lock()
         self._next_write, self._is_due = 0.0, False
@@ -217,6 +225,7 @@ class Recorder:
         self._steps.append(record)
         for name in scheduled.finished():
             self._end(record, name, "finished or aborted")
+            self._prompts.pop(name, None)
         for name in scheduled.preempted():
             self._end(record, name, "preempted")
         for new in scheduled.new_requests():
@@ -234,13 +243,13 @@ class Recorder:
                     steps.extend([step] * len(ids))
         self._keep(record, len(record.zeroed))
         while len(self._steps) > NUM_STEPS or (
-            self._num_blocks > MAX_BLOCKS and len(self._steps) > 1
+            self._num_values > MAX_VALUES and len(self._steps) > 1
         ):
-            self._num_blocks -= self._steps.popleft().num_blocks
+            self._num_values -= self._steps.popleft().num_values
 
-    def _keep(self, record: StepRecord, num_blocks: int) -> None:
-        record.num_blocks += num_blocks
-        self._num_blocks += num_blocks
+    def _keep(self, record: StepRecord, num_values: int) -> None:
+        record.num_values += num_values
+        self._num_values += num_values
 
     def _begin(
         self, record: StepRecord, new: NewRequest | RunningRequest, weights: Weights
@@ -248,6 +257,8 @@ class Recorder:
         name = new.request_id
         self._end(record, name, "came again")
         record.computed[name] = new.num_computed
+        if self._has_tokens and isinstance(new, NewRequest):
+            self._prompts[name] = numbers(new.prompt or ())
         blocks = [numbers(ids) for ids in new.block_ids or ()]
         self._tables[name] = Table(
             request=name,
@@ -256,13 +267,14 @@ class Recorder:
             epoch=weights.epoch,
             blocks=blocks,
             steps=[numbers([record.step]) * len(ids) for ids in blocks],
+            prompt=self._prompts.get(name, []),
         )
 
     def _end(self, record: StepRecord, name: str, why: str) -> None:
         if (table := self._tables.pop(name, None)) is not None:
             table.until, table.why = record.step - 1, why
             record.ended.append(table)
-            self._keep(record, 2 * sum(map(len, table.blocks)))
+            self._keep(record, 2 * sum(map(len, table.blocks)) + len(table.prompt))
 
     @guarded
     def rows(self, seats: Iterable[tuple[str, int | None]]) -> None:
@@ -309,16 +321,8 @@ class Recorder:
             self._next_write = time.monotonic() + INTERVAL_SECONDS
             report = self._report()
             with self._lock:
-                copy = msgspec.structs.replace
                 steps = [copy(record) for record in self._steps]
-                tables = [
-                    copy(
-                        table,
-                        blocks=[ids[:] for ids in table.blocks],
-                        steps=[ids[:] for ids in table.steps],
-                    )
-                    for table in self._tables.values()
-                ]
+                tables = deepcopy([*self._tables.values()])
             incident = Incident(
                 format=FORMAT,
                 written=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -96,6 +96,8 @@ class Span(NamedTuple):
         return f"{how} {where}; {end}{why}"
 
 
+# Shown in front of a finding's token, and behind it.
+NUM_TOKENS = 8
 # In the place of a request.
 NOBODY = "the block"
 # Marks of what changes the bytes of a block.
@@ -114,7 +116,7 @@ class Event(NamedTuple):
 
 class History:
     """Of one block. Blocks of all KV-cache groups have one numbering. spans: the oldest
-    first. events: in order. first, last: steps in the file."""
+    first. events: in order. first, last: steps in the file. tables: all."""
 
     def __init__(self, incident: Incident, block: int) -> None:
         self.block = block
@@ -122,7 +124,8 @@ class History:
         self.first = steps[0].step if steps else 0
         self.last = steps[-1].step if steps else 0
         ended = [table for record in steps for table in record.ended]
-        self.spans = sorted(
+        self.tables = [*ended, *incident.tables]
+        spans = (
             Span(
                 table.request,
                 group,
@@ -132,14 +135,14 @@ class History:
                 since[index] == table.since and index * size < table.num_found,
                 table.why,
             )
-            for table in [*ended, *incident.tables]
+            for table in self.tables
             for group, (ids, since, size) in enumerate(
                 zip(table.blocks, table.steps, incident.block_sizes, strict=True)
             )
             for index, number in enumerate(ids)
             if number == block
         )
-        self.spans.sort(key=lambda span: span.first)
+        self.spans = sorted(spans, key=lambda span: (span.first, span.request))
         found = [*self._of_spans(), *self._of_steps(incident)]
         self.events = sorted(found, key=lambda event: event.step)
 
@@ -199,7 +202,8 @@ class Case(NamedTuple):
         return f"{one.kind} in step {one.step}: {FINDINGS.get(one.kind, 'unknown')}"
 
     def lines(self) -> list[str]:
-        found = [self._place(), *self._who(), *self._spans(), *self._between()]
+        found = [self._place(), *self._who(), *self._tokens()]
+        found += [*self._spans(), *self._between()]
         found += [f"Conclusion: {text}." for text in (self._conclusion(),) if text]
         return found + ([f"Usual causes: {self.causes}."] if self.causes else [])
 
@@ -235,6 +239,18 @@ class Case(NamedTuple):
             present = weights_text(weights["present"])
             found.append(f"Weights: it has {written}, and the request {present}.")
         return found
+
+    def _tokens(self) -> list[str]:
+        """Of the user's prompt, around the finding, if the file has it."""
+        at, step, name = self.finding.position, self.finding.step, self.user
+        tables = [t for t in self.history.tables if t.request == name]
+        prompt = next((t.prompt for t in reversed(tables) if t.since <= step), [])
+        first = max(at - NUM_TOKENS, 0)
+        tokens = [str(token) for token in prompt[first : at + NUM_TOKENS + 1]]
+        if 0 <= at < len(prompt):
+            tokens[at - first] = f"[{prompt[at]}]"
+        text = f"Tokens: the prompt of {name} has {len(prompt)}, from position {first}"
+        return [f"{text} on: {' '.join(tokens) or 'none'}."] if prompt else []
 
     @property
     def user(self) -> str | None:
