@@ -460,8 +460,7 @@ def test_mode_raise_ends_the_step_and_the_file_is_complete(tmp_path: Path) -> No
 
 
 def test_an_incident_file_has_the_block_tables_of_the_runner(tmp_path: Path) -> None:
-    """In each step, with preemptions, prefix hits, aborts and names used again. And its
-    prompts."""
+    """In each step, with preemptions, hits, aborts, names used again; and prompts."""
     path = tmp_path / "incident.json"
     settings = {"AUDIT_INCIDENT": str(path), "AUDIT_INCIDENT_TOKENS": "1"}
     engine = Engine("cow", EVERYTHING | settings, **FEW_BLOCKS)

@@ -22,21 +22,12 @@ from tests.kernels.audit_world import (  # noqa: F401
     signed,
 )
 from vllm_nwor.audit import state, tables
-from vllm_nwor.audit.loads import CUT, FOUND, TAIL, zeros_of
+from vllm_nwor.audit.loads import CUT, FOUND, TAIL
 from vllm_nwor.audit.requests import Handover
 from vllm_nwor.hooks.scheduled import ScheduledStep
 from vllm_nwor.layout.caches import Loads
 
 # --- KV connectors --------------------------------------------------------------------
-
-
-def test_a_load_that_wrote_nothing():
-    world = filling()
-    world.fill(OTHER[:4])  # its first block was loaded, the second was not
-    found = world.runs("b", OTHER[:9], [1, 2, 3], hit=8)
-    never = [("never_loaded", 2 * N + offset, "b") for offset in range(4)]
-    assert fields(found, "kind slot owner") == never
-    assert world.step(b=0) == []
 
 
 def test_a_load_that_two_requests_share_is_looked_at_once(monkeypatch):
@@ -352,15 +343,13 @@ def test_an_opaque_text_has_no_digest_of_its_own():
     assert (head[0], head[-1]) == (0, 0)
 
 
-def test_a_block_of_zeros_has_the_digest_of_zeros():
+def test_a_load_of_zeros_is_found_in_all_layers():
     world = World(loads=Loads.UNKNOWN, num_digests=4)
-    blocks = world.filled()
     for cache in world.caches:
         cache.zero_()
     world.local = {"a": 0}
-    assert world.runs("a", TEXT[:5], [1, 2], hit=4) == []
-    ((_, digest),) = blocks
-    assert digest == zeros_of(world.audit.groups[0])
+    found = world.runs("a", TEXT[:5], [1, 2], hit=4)
+    assert fields(found, "kind block num_layers") == [("never_loaded", 1, NUM_LAYERS)]
 
 
 # The connector's report: which blocks; what is found, and counts of slots.
@@ -543,16 +532,14 @@ WITH_UNCOMMITTED = {
 
 @pytest.mark.parametrize("case", WITH_UNCOMMITTED)
 def test_a_slot_that_was_stored_uncommitted_is_unverified_when_it_comes_back(case):
-    """Whatever is found of the other slots of its block. In its place is the token of
-    before, so that what it holds proves nothing."""
+    """Whatever is found of its block's others. It has the token of before."""
     brings, kinds, num_returned = WITH_UNCOMMITTED[case]
     world = stored(77, num_digests=4)
-    outbox = world.audit.outbox
-    world.found = lambda: outbox.take(outbox.num_sent)
+    world.found = lambda: world.audit.outbox.take(world.audit.outbox.num_sent)
     found = loaded(world, [*TEXT[:7], OTHER[7]], brings)
     assert fields(found.findings) == kinds
-    assert (found.num_unverified, found.num_verified) == (1, num_returned)
     assert world.counts() == (1, num_returned)
+    assert (found.num_unverified, found.num_verified) == world.counts()
 
 
 def test_a_copied_block_comes_from_the_same_store():

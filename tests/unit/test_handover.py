@@ -20,7 +20,7 @@ import torch
 from tests.helpers.logs import nwor_log
 from tests.kernels.audit_world import GAMMA, mix
 from vllm_nwor import metrics
-from vllm_nwor.audit import handover, loads
+from vllm_nwor.audit import handover
 from vllm_nwor.audit.handover import Given, Handovers, Refused, Result
 from vllm_nwor.audit.loads import COMPUTED, FOUND, LOADED, TAIL, Heads, Wrong
 from vllm_nwor.audit.requests import Handover
@@ -105,19 +105,15 @@ def judged(instance: Handovers, kinds: Any = LOADS, change: Any = None) -> Any:
 
 
 def test_sums_are_those_of_the_device():
-    def word_at(word, n):
-        return mix(word + (n + 1) * GAMMA)
-
     words = np.array([[3, 1 << 63, 7]], np.uint64)
-    expected = [word_at(int(word), n) for n, word in enumerate(words[0])]
-    assert loads.word_at(words, np.arange(3)).tolist() == [expected]
+    expected = [mix(int(word) + n * GAMMA) for n, word in enumerate(words[0], 1)]
     assert handover.row_sums(words).tolist() == [sum(expected) % 2**64]
     columns = handover.column_sums(
         np.array([4, 1]), np.array([[3, 5], [2, 8]], np.uint64)
     )
     assert columns.tolist() == [
-        (word_at(3, 4) + word_at(2, 1)) % 2**64,
-        (word_at(5, 4) + word_at(8, 1)) % 2**64,
+        (mix(3 + 5 * GAMMA) + mix(2 + 2 * GAMMA)) % 2**64,
+        (mix(5 + 5 * GAMMA) + mix(8 + 2 * GAMMA)) % 2**64,
     ]
 
 
