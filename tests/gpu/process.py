@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.gpu import computed, rows, weights
 from tests.gpu.engines import BY_NAME, EngineSpec
@@ -228,7 +229,8 @@ def states(spec: EngineSpec, models: Path, report: Report) -> None:
     spec.steps; in one in which the states of a request and layer are lost between two
     steps, and in two whose prompts may be taken for windows. hits: tokens that the
     requests of the clean rows found in the prefix cache. preempted: how often some
-    were."""
+    were. differences: of the logprobs of first tokens, to prompts of one token that
+    were alone; shared: of texts in the prefix cache to the same with a salt."""
     engine, num_steps = Engine(spec, models, report), 0
     hits: dict[str, dict[str, int]] = {}
 
@@ -260,7 +262,15 @@ def states(spec: EngineSpec, models: Path, report: Report) -> None:
     outcome = engine.run(rows.padded_prompts())
     firsts = dict(reversed([*itertools.chain(*outcome.batches)]))
     padded = sorted(n for n, of in firsts.items() if n.startswith("padded/") and of > 1)
-    report.save(padded={"prompts": padded, "named": named(engine, outcome)})
+    wrong, alone = named(engine, outcome), engine.run(rows.padded_prompts(alone=True))
+    far = [distance(outcome, name, alone, name) for name in padded]
+    report.save(padded={"prompts": padded, "named": wrong, "differences": far})
+    if spec.cached:
+        hit, whole = (engine.run(rows.block_ends(has_salts)) for has_salts in (0, 1))
+        shared = [name for name in hit.tokens if name.startswith("sharing/")]
+        num_hit = [[of.cached[name] for name in shared] for of in (hit, whole)]
+        far = [distance(hit, name, whole, name) for name in shared]
+        report.save(shared={"num_hit": num_hit, "differences": far})
     if spec.tensor_parallel > 1:
         engine.stop()
 
@@ -397,6 +407,45 @@ def loads(spec: EngineSpec, models: Path, report: Report) -> None:
         where = engine.rpc("test_flip_stored")
     found = run(rows.Row("wrong", ((wrong,),)))
     report.save(where=where, found=found)
+
+
+def failing(spec: EngineSpec, models: Path, report: Report) -> None:
+    """Texts are loaded of which the connector lacks the third block, which it reports,
+    and then whole."""
+    from tests.helpers.folder_connector import FolderConnector as Connector
+
+    store, load = spec.store(models), Connector.start_load_kv
+    lost: dict[str, Path] = {}
+    shutil.rmtree(store, ignore_errors=True)
+    store.mkdir()
+    engine = Engine(spec, models, report)
+    texts, others = rows.stored(spec)
+    row = rows.Row("loaded", (texts, others))
+    first = engine.run(row)
+
+    def lacking(connector: Any, *args: Any, **kwargs: Any) -> None:
+        for name, blocks in connector._connector_metadata.loads.items():
+            if name not in lost:
+                lost[name] = blocks[2][1].rename(f"{blocks[2][1]}-lost")
+        load(connector, *args, **kwargs)
+
+    def run(row: rows.Row) -> dict[str, Any]:
+        engine.forget()
+        found = engine.run_again(row)
+        (look,) = engine.rpc("test_audit")
+        ends = sorted({str(reason) for reason in found.finish.values()})
+        names = [name for name, of in found.logprobs.items() if of]
+        far = [distance(first, name, found, name) for name in names]
+        about = {"counts": look["counts"], "findings": look["findings"]}
+        return about | {"ends": ends, "differences": far}
+
+    with mock.patch.object(Connector, "start_load_kv", lacking):
+        report.save_rows("failed", [row], run)
+    for path in lost.values():
+        path.rename(f"{path}".removesuffix("-lost"))
+    report.save_rows("whole", [row], run)
+    lengths = [len(one.prompt) for one in (*texts, *others)]
+    report.save(block_size=spec.block_size, lengths=lengths)
 
 
 def handover(role: str, spec: EngineSpec, models: Path, report: Report) -> None:

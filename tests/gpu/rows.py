@@ -120,16 +120,24 @@ def _of_texts() -> tuple[Row, ...]:
     )
 
 
-def block_ends() -> Row:
+def block_ends(has_salts: bool = False) -> Row:
     """Texts that are found in blocks of several hundred tokens: prompts that share
-    their begin, and what requests wrote across the end of a block."""
+    their begin, unless each has a salt, and what requests wrote across the end of a
+    block."""
     shared = prompt("shared states", 1200)
     writing = _batch("writing", 4, 300, 600, stagger=3)
     joining = Request(
         "joining/0", prompt("tail", _TAIL), 24, 8, params=_PLAIN, behind="writing/"
     )
     sharing = tuple(
-        Request(f"sharing/{i}", shared[: 600 + 120 * i] + prompt(i, 30), 24, at=2 * i)
+        Request(
+            f"sharing/{i}",
+            shared[: 600 + 120 * i] + prompt(i, 30),
+            24,
+            at=2 * i,
+            params=_PLAIN,
+            salt=f"{i}" if has_salts else None,
+        )
         for i in range(6)
     )
     first = (Request("first/0", shared, 24, params=_PLAIN),)
@@ -202,9 +210,14 @@ def as_long_as_windows(spec: EngineSpec) -> Row:
     )
 
 
-def padded_prompts() -> Row:
+def padded_prompts(alone: bool = False) -> Row:
     """Prompts of one token that come while others run: vLLM pads them with drafts."""
-    ones = (Request(f"padded/{n}", (n + 20,), 12, at=6 * n + 10) for n in range(4))
+    ones = tuple(
+        Request(f"padded/{n}", (n + 20,), 12, at=6 * n + 10, params=_PLAIN)
+        for n in range(4)
+    )
+    if alone:
+        return Row("one by one", tuple((one,) for one in ones))
     return Row("padded prompts", ((*_batch("running", 4, 30, 160), *ones),))
 
 

@@ -154,7 +154,7 @@ def test_states_add_two_launches_a_step_and_nothing_else(hybrids, engine):
     off, on = compared(without, audited)
     assert on["synchronizing"] == off["synchronizing"]
     assert on["pageable_copies"] == off["pageable_copies"]
-    assert allocations(audited) == allocations(without)
+    assert allocations(audited) <= allocations(without)
     no_operator_is_added(off, on)
     added = difference(off["device_work"], on["device_work"])
     of_ops = {

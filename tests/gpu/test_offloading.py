@@ -8,6 +8,7 @@ so bytes are compared on the CPU (tests/integration/test_connectors.py).
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -36,10 +37,10 @@ runs = engines_fixture(
 )
 
 
-def audited(pool: Pool, spec: EngineSpec, **more: str) -> Chain:
+def audited(pool: Pool, spec: EngineSpec, job: str = "loads", **more: str) -> Chain:
     """Nobody else fills the store."""
     more |= AUDIT | {"VLLM_NWOR_AUDIT_STORE": "own"}
-    return {ON: pool.run("loads", spec, ON, **more)}
+    return {ON: pool.run(job, spec, ON, **more)}
 
 
 def counts(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
@@ -87,6 +88,37 @@ def check_loads(report: dict[str, Any], spec: EngineSpec) -> None:
         ("handed_on", "wrong")
     }
     assert len(found) == (2 if spec.hybrid else 1)
+
+
+failing = engines_fixture(
+    "offloading",
+    partial(audited, job="failing"),
+    lambda spec, chain: {spec.name: chain[ON].entry("failed", "whole")},
+    "make gpu-test STEPS='build offload'",
+    case="failing",
+)
+
+
+@engines_of("failing")
+def test_a_load_that_fails_is_no_finding(failing, engine):
+    check_failed(failing[engine][ON].whole(), BY_NAME[engine])
+
+
+def check_failed(report: dict[str, Any], spec: EngineSpec) -> None:
+    """Of each text the third block does not come. vLLM computes it from there on, or
+    ends its request, before its first step if the load takes steps."""
+    policy, _, takes_steps = spec.connector.partition("-")
+    size, lengths = report["block_size"], report["lengths"]
+    num_loaded = sum((length - 1) // size * size for length in lengths)
+    num_right = 0 if (policy, takes_steps) == ("fail", "later") else len(lengths)
+    num_right *= 2 * size
+    failed, whole = (row for of in ("failed", "whole") for row in report[of].values())
+    assert failed["findings"] == whole["findings"] == []
+    assert failed["ends"] == ["error" if policy == "fail" else "length"]
+    assert whole["ends"] == ["length"]
+    right = {"verified": num_loaded + num_right, "failed": num_loaded - num_right}
+    assert whole["counts"] | right | {"unverified": 0} == whole["counts"]
+    assert max(failed["differences"] + whole["differences"]) < 0.1
 
 
 @engines_of("skipping")

@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
     ExampleConnector,
@@ -193,6 +194,15 @@ def test_files_of_two_texts_are_swapped(world: World) -> None:
     assert [f.position for f in findings] == 2 * positions()
 
 
+def test_one_layers_files_are_swapped(world: World) -> None:
+    texts = world.store(2)
+    (one, other) = (files(folder)[1] for folder in world.folders())
+    swap(one, other)
+    assert world.ask(*texts) == {"handed_on": 2 * NUM_BLOCKS}
+    expected = [(f"text{t}", one.stem, 1, p) for t in texts for p in positions()]
+    assert places(world.found()) == expected
+
+
 # --- faults of the connector ----------------------------------------------------------
 
 Load = Callable[..., None]
@@ -231,6 +241,20 @@ def test_a_load_writes_nothing(world: World, loads: Callable[[Load], None]) -> N
     findings = world.found()
     assert {f.position // BLOCK_SIZE for f in findings} == set(range(NUM_BLOCKS))
     assert {(f.layer, f.num_layers) for f in findings} == {(world.layers[0], 4)}
+
+
+def test_a_load_writes_nothing_to_zeroed_blocks(
+    world: World, loads: Callable[[Load], None]
+) -> None:
+    (text,) = world.store(1)
+
+    def zero(connector: Any, context: Any, **_: Any) -> None:
+        for layer in context.no_compile_layers.values():
+            layer.kv_cache.zero_()
+
+    loads(zero)
+    assert world.ask(text) == {"never_loaded": NUM_BLOCKS}
+    assert [finding.position for finding in world.found()] == positions()
 
 
 def test_slots_go_to_a_wrong_block(world: World, loads: Callable[[Load], None]) -> None:
@@ -353,10 +377,15 @@ def test_a_file_is_missing_and_the_text_is_computed(
     assert world.ask(text) == {"verified": SLOTS}
 
 
+@pytest.mark.parametrize("last", [None, 2])
 def test_a_load_that_writes_nothing_and_says_so(
-    world: World, loads: Callable[[Load], None], reports: Callable[[int], None]
+    world: World,
+    loads: Callable[[Load], None],
+    reports: Callable[[int], None],
+    last: int | None,
 ) -> None:
-    """The first block has come."""
+    """The first block has come. The connector names the others, or the next one only:
+    vLLM uses none behind it."""
     (text,) = world.store(1)
     world.store(6)  # its blocks are others' by now
     reports(1)
@@ -369,7 +398,7 @@ def test_a_load_that_writes_nothing_and_says_so(
         start_load_kv(connector, context)
         for cache, old in zip(layers, before, strict=True):
             cache[blocks[1:]] = old
-        connector.nwor_failed = set(blocks[1:])
+        connector.nwor_failed = set(blocks[1:last])
 
     loads(begin)
     assert world.ask(text) == {"verified": BLOCK_SIZE, "failed": SLOTS - BLOCK_SIZE}
@@ -566,4 +595,16 @@ def test_a_request_fails_with_a_load_that_takes_steps(
         assert world.finish[text] == "error"
         assert world.ask(text) == {"failed": SLOTS, "verified": SLOTS}
         assert world.is_right()
+    assert world.found() == []
+
+
+def test_a_file_that_is_cut_ends_the_engine_without_a_finding(tmp_path: Path) -> None:
+    """ExampleConnector raises."""
+    world = World(tmp_path)
+    (text,) = world.store(1)
+    (stored,) = world.folders()
+    path = files(stored)[1]
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(SafetensorError):
+        world.ask(text)
     assert world.found() == []

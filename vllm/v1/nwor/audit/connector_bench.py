@@ -115,12 +115,10 @@ class ConnectorBench(Bench):
         super().__init__(request.model, **arguments)
         self._pool = self.scheduler.kv_cache_manager.block_pool
         self._num_free = self._pool.get_num_free_blocks()
-        self.adapters: list[Any] = []
-        if request.adapters:
-            from vllm.lora.request import LoRARequest
+        from vllm.lora.request import LoRARequest
 
-            for number, path in enumerate(request.adapters, 1):
-                self.adapters.append(LoRARequest(f"adapter{number}", number, path))
+        adapters = enumerate(request.adapters, 1)
+        self.adapters = [LoRARequest(f"adapter{n}", n, path) for n, path in adapters]
         self.report = Report()
         # Requests of vLLM -> tokens in the local cache when it asked the connector.
         self.num_local: dict[str, int] = {}

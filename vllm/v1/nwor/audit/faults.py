@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -215,12 +216,9 @@ def _stale_hit(bench: Bench, changes: Callable[[], Any]) -> Sequence[int]:
 
 def refit(bench: Bench) -> Sequence[int]:
     """An RPC copies into a parameter, and the prefix cache is kept."""
-
-    def receive(worker: Any) -> None:
-        parameter = next(worker.model_runner.get_model().parameters())
-        parameter.data.add_(0.25)
-
-    return _stale_hit(bench, lambda: bench.llm.collective_rpc(receive))
+    parameter = next(bench.runner.get_model().parameters())
+    change = partial(bench.llm.collective_rpc, lambda _: parameter.data.add_(0.25))
+    return _stale_hit(bench, change)
 
 
 def loaded_in_process(bench: Bench) -> Sequence[int]:
@@ -235,16 +233,10 @@ def back_and_forth(bench: Bench) -> Sequence[int]:
     """The first weights come back, after others that a running request has used."""
     parameter = next(bench.runner.get_model().parameters())
     before = parameter.data.clone()
-
-    def change(worker: Any) -> None:
-        parameter.data.add_(0.25)
-
-    def undo(worker: Any) -> None:
-        parameter.data.copy_(before)
-
-    bench.llm.collective_rpc(change)
+    bench.llm.collective_rpc(lambda _: parameter.data.add_(0.25))
     bench.step()
-    return _stale_hit(bench, lambda: bench.llm.collective_rpc(undo))
+    undo = partial(bench.llm.collective_rpc, lambda _: parameter.data.copy_(before))
+    return _stale_hit(bench, undo)
 
 
 def _first_step(bench: Bench, length: int, layers: slice) -> Sequence[int]:

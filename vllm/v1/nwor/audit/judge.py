@@ -9,7 +9,7 @@ none.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -77,10 +77,10 @@ class Judge:
         self._partly: list[dict[int, int]] = [{} for _ in self._judged]
         self.num_settled = 0
 
-    def take_in(self, of: Filled, failed: Collection[int], found: Found) -> None:
+    def take_in(self, of: Filled, failed: set[int], found: Found) -> None:
         """Judges the loads of a step, and keeps what was computed. A load that failed
         is computed anew from its first failed block on, and what a step with one has
-        computed may rest on it."""
+        computed may rest on it. failed: blocks; those behind them are added."""
         judged, digests = self._judged[of.place], self.digests[of.place]
         num_layers = len(judged.layers)
         others = list(_rows(of.others, num_layers))
@@ -106,17 +106,18 @@ class Judge:
             verdict: Wrong | bool = False
             if position >= begins.get(generation, position + 1):
                 found.num_failed += num_slots
+                failed.add(block)
             else:
+                num_reported = reported[block, generation]
                 if num_slots < judged.block_size:
                     partly[block] = generation
-                elif is_known and not reported[block, generation]:
+                elif is_known and not num_reported:
                     verdict = digests.judge(text, tokens, digest, generation)
-                if num_reported := reported[block, generation]:
-                    num_slots = num_reported  # what the device said of them is all
-                else:
+                if not num_reported:
                     verdict = verdict or handed.get((generation, block), False)
                     if verdict is False:
                         continue
+                num_slots = num_reported or num_slots  # what the device said is all
             found.num_unverified -= num_slots
             if verdict is True:
                 found.num_verified += num_slots

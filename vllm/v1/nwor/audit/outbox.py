@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -82,6 +82,8 @@ class Outbox:
         # rise.
         self._totals = [[0, 0, 0] for _ in groups]
         self._found = Found()
+        # Blocks whose load failed: perhaps they hold what they held before.
+        self._failed: set[int] = set()
         # An asynchronous output is read by a thread of its own.
         self._lock = threading.Lock()
 
@@ -116,6 +118,13 @@ class Outbox:
         """Of loads whose request was never seated, or begins without them."""
         with self._lock:
             self._found.num_failed += num_slots
+
+    def take_failed(self, blocks: Iterable[int]) -> set[int]:
+        """Those of `blocks` whose load failed since the last call that had them."""
+        with self._lock:
+            found = self._failed.intersection(blocks)
+            self._failed -= found
+        return found
 
     def begin_handover(self, generation: int, new: NewRequest) -> Handover:
         """A request that is new, or resumed."""
@@ -199,20 +208,21 @@ class Outbox:
                     break
             found, self._found = self._found, Found()
             filled, self._filled = self._filled, []
+            lost = set(failed)
             for of_group in filled:
-                self.judge.take_in(of_group, failed, found)
+                self.judge.take_in(of_group, lost, found)
+            self._failed |= lost
             if self._handovers is not None:
                 of = self._handovers
                 found.handovers, of.results = Counter(of.results), Counter()
                 ready, of.ready = of.ready, {}
                 named = ((self._requests.name_of(key), ready[key]) for key in ready)
                 found.given = {name: sent for name, sent in named if name}
-        if failed:
-            found.findings = [
-                finding
-                for finding in found.findings
-                if not (finding.kind in OF_LOADS and finding.block in failed)
-            ]
+        found.findings = [
+            finding
+            for finding in found.findings
+            if finding.kind not in OF_LOADS or finding.block not in lost
+        ]
         return found
 
 

@@ -293,8 +293,9 @@ class Audit:
         """A KV connector is about to read blocks (handed_on), or to fill them. The
         content of a load is later compared with the last store to the same place. The
         old content of filled blocks is kept, to check that the load changes it, unless
-        another group wrote it."""
+        another group wrote it, or a load that failed."""
         blocks, places, fills = transfer
+        lost = self.outbox.take_failed(chain(*blocks)) if fills else ()
         self.outbox.join()
         if self.recorder:
             self.recorder.transfer(transfer)
@@ -310,10 +311,10 @@ class Audit:
                 numbers_of = group.stored if fills else group.store
                 numbers = numbers_of(places[group_id])
             of_blocks = list(zip(blocks[group_id], numbers, strict=True))
-            self._blocks(group, FILLED if fills else STORED, of_blocks)
             if fills:
-                others = chain(*blocks[:group_id], *blocks[group_id + 1 :])
+                others = chain(lost, *blocks[:group_id], *blocks[group_id + 1 :])
                 self._blocks(group, GIVEN, dict.fromkeys(others, NOBODY).items())
+            self._blocks(group, FILLED if fills else STORED, of_blocks)
 
     # -- a step --------------------------------------------------------------------
 
