@@ -92,6 +92,7 @@ nightly: models ## what takes too long for make test: faults, simulation, random
 # got, and 0.26 has no latent attention there and crashes in gated delta nets.
 STATE_FAULTS := tests/integration/test_state_bugs.py
 KIT := tests/e2e/test_conformance.py::test_the_verdicts_on_vllms_own_connectors
+KIT_FAULTS := tests/e2e/test_conformance.py::test_a_fault_is_a_breach_of_its_case_alone
 KIT_ON_LMCACHE := tests/e2e/test_conformance.py::test_the_verdicts_on_lmcache
 REACH := -m "" tests/integration/test_reach.py $(STATE_FAULTS) \
 	tests/integration/test_identical_outputs.py::test_tensor_parallel_2 \
@@ -100,7 +101,7 @@ REFUSALS := tests/unit/test_reservation.py tests/unit/test_discovery.py
 reach: export NWOR_REACH_RESULTS = $(abspath $(RESULTS))
 reach: models ## what NWOR was tried with: run it on this CPU, render docs/reach.md
 	@mkdir -p $(RESULTS)
-	$(PY) -m pytest $(REACH) $(REFUSALS) $(KIT) $(ARGS)
+	$(PY) -m pytest $(REACH) $(REFUSALS) $(KIT) $(KIT_FAULTS) $(ARGS)
 	$(MAKE) test-older OLDER_TESTS='$(REACH) $(KIT) -k "not 3n"'
 	$(MAKE) test-oldest OLDER_TESTS='$(REACH) $(KIT) -k "not (3n or DeepSeek or Next or test_state)"'
 	$(PY) tools/results/render.py

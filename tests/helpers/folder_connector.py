@@ -4,7 +4,8 @@ conformance kit's tests.
 
 FolderConnector keeps each full block of a text in a file of `folder`, for one KV-cache
 group. A block of an answer is stored a step after its last token ran, so that no
-rejected draft is in it. With `"loads": "async"` a load is reported a step after it ran.
+rejected draft is in it. With `"loads": "async"` a load runs, and is reported, in the
+step after it was asked for. Tests replace `arrive`.
 """
 
 from __future__ import annotations
@@ -45,11 +46,10 @@ class FolderConnector(KVConnectorBase_V1):
         self._local: dict[str, int] = {}
         self._loading: set[str] = set()
         self._next = Transfers()
-        # Of the worker. received: to be reported in this step; arriving: in the next.
+        # Of the worker.
         self._caches: dict[str, torch.Tensor] = {}
         self._failed: set[int] = set()
-        self._received: set[str] = set()
-        self._arriving: set[str] = set()
+        self._waiting: dict[str, Blocks] = {}
 
     # -- scheduler -----------------------------------------------------------------
 
@@ -94,18 +94,19 @@ class FolderConnector(KVConnectorBase_V1):
             first = self._local[name] // self._size
             end = self._local[name] + num_external_tokens
             paths = list(self.paths(request, end))
-            pairs = zip(ids[first:], paths[first:], strict=False)
-            # Block 0 is in front of a sliding window.
-            self._next.loads[name] = [(block, path) for block, path in pairs if block]
+            self._next.loads[name] = self.pairs(ids[first:], paths[first:])
             self._loading.update([name] * self._is_async)
+
+    def pairs(self, ids: list[int], paths: list[Path]) -> Blocks:
+        """Block 0 is in front of a sliding window."""
+        return [pair for pair in zip(ids, paths, strict=False) if pair[0]]
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._loading -= connector_output.finished_recving or set()
 
     def _store(self, request: Any, ids: list[int], end: int) -> None:
-        for block, path in zip(ids, self.paths(request, end), strict=False):
-            if block and not path.exists():
-                self._next.stores.append((block, path))
+        pairs = self.pairs(ids, list(self.paths(request, end)))
+        self._next.stores += [pair for pair in pairs if not pair[1].exists()]
 
     def build_connector_meta(self, scheduler_output: Any) -> Transfers:
         for name, count in scheduler_output.num_scheduled_tokens.items():
@@ -139,10 +140,14 @@ class FolderConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for name, blocks in self._connector_metadata.loads.items():
-            for block, path in blocks:
-                self.load(block, path)
             if self._is_async:
-                self._arriving.add(name)
+                self._waiting[name] = blocks
+            else:
+                self.arrive(blocks)
+
+    def arrive(self, blocks: Blocks) -> None:
+        for block, path in blocks:
+            self.load(block, path)
 
     def load(self, block: int, path: Path) -> None:
         if not path.exists():
@@ -166,8 +171,9 @@ class FolderConnector(KVConnectorBase_V1):
     def get_finished(
         self, finished_req_ids: set[str]
     ) -> tuple[set[str] | None, set[str] | None]:
-        received, self._received = self._received, self._arriving
-        self._arriving = set()
+        received = self._waiting.keys() - self._connector_metadata.loads
+        for name in received:
+            self.arrive(self._waiting.pop(name))
         return self._connector_metadata.ended, received
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -216,25 +222,25 @@ class Pair(FolderConnector):
         return is_delayed, {"do_remote_prefill": True, **about}
 
 
-# -- faults, by the case that has to show them -------------------------------------
+# -- faults; tests/e2e/test_conformance.py has the case of each --------------------
 
 
 class OfAnyTenant(FolderConnector):
-    """cache_salt"""
+    """A text is found whatever its cache_salt is."""
 
     def identity(self, request: Any) -> tuple[Any, ...]:
         return super().identity(request)[1:]
 
 
 class OfAnyAdapter(FolderConnector):
-    """lora_adapter"""
+    """A text is found whatever its LoRA adapter is."""
 
     def identity(self, request: Any) -> tuple[Any, ...]:
         return super().identity(request)[:1]
 
 
 class ShorterThanLocal(FolderConnector):
-    """longer_local"""
+    """Where the local cache has as much, the answer is a negative number."""
 
     def answer(self, request: Any, num_found: int, num_local: int) -> int:
         if request.num_preemptions or not 0 < num_found <= num_local:
@@ -243,20 +249,20 @@ class ShorterThanLocal(FolderConnector):
 
 
 class WithTheLastToken(FolderConnector):
-    """rejected_drafts"""
+    """The last token of an answer, which never ran, is stored, too."""
 
     def num_stored(self, request: Any) -> int:
         return request.num_tokens
 
 
 class Silent(FolderConnector):
-    """failed_load"""
+    """A load that fails is not reported as failed."""
 
     def missing(self, block: int) -> None: ...
 
 
 class LosesTheAborted(FolderConnector):
-    """abort_loading"""
+    """The load of a request that was aborted meanwhile is not reported."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         ended, received = super().get_finished(finished_req_ids)
@@ -264,7 +270,7 @@ class LosesTheAborted(FolderConnector):
 
 
 class LacksAResumedBlock(FolderConnector):
-    """preemption"""
+    """After a preemption the last block of a request is not loaded."""
 
     def update_state_after_alloc(
         self, request: Any, blocks: Any, num_external_tokens: int
@@ -276,7 +282,7 @@ class LacksAResumedBlock(FolderConnector):
 
 
 class LoadsAFileOnce(FolderConnector):
-    """one_prefix"""
+    """What another request is loading is not loaded a second time."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
@@ -291,3 +297,71 @@ class LoadsAFileOnce(FolderConnector):
             loads, name = self._next.loads, request.request_id
             self._wanted[name] = {path for _, path in loads[name]}
             loads[name] = [pair for pair in loads[name] if pair[1] not in under_way]
+
+
+class LosesNumberZero(FolderConnector):
+    """The first block of a store has the number 0, which is taken for none."""
+
+    _numbers: dict[Path, int] = {}
+
+    def wait_for_save(self) -> None:
+        super().wait_for_save()
+        for _, path in self._connector_metadata.stores:
+            self._numbers.setdefault(path, len(self._numbers))
+
+    def load(self, block: int, path: Path) -> None:
+        if self._numbers.get(path):
+            super().load(block, path)
+
+
+class FromTheStart(FolderConnector):
+    """A new request's load begins with its first block, not behind the local ones."""
+
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None:
+        if not request.num_preemptions:
+            self._local[request.request_id] = 0
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+
+class RoundsUp(FolderConnector):
+    """A prompt's last block that is half full is stored, and loaded as a full one."""
+
+    def paths(self, request: Any, end: int) -> Iterator[Path]:
+        yield from super().paths(request, end)
+        length, half = min(end, request.num_prompt_tokens), self._size // 2
+        if end // self._size == length // self._size and length % self._size >= half:
+            tokens = request.all_token_ids[: length // half * half]
+            about = repr((*self.identity(request), *tokens)).encode()
+            yield self._folder / f"{hashlib.sha256(about).hexdigest()}.pt"
+
+    def answer(self, request: Any, num_found: int, num_local: int) -> int:
+        num_found = min(num_found, request.num_tokens - 1)
+        return super().answer(request, num_found, num_local)
+
+
+class OfTheFirstStep(FolderConnector):
+    """A prompt's second step stores the blocks of the first one under its own keys."""
+
+    def _store(self, request: Any, ids: list[int], end: int) -> None:
+        if 0 < (ran := request.num_computed_tokens) < request.num_prompt_tokens:
+            ids = ids[: ran // self._size] + ids
+        super()._store(request, ids, end)
+
+
+class Packed(FolderConnector):
+    """Null blocks are left out before blocks and keys are paired."""
+
+    def pairs(self, ids: list[int], paths: list[Path]) -> Blocks:
+        return super().pairs([block for block in ids if block], paths)
+
+
+class ZeroesItsStore(FolderConnector):
+    """reset_cache zeroes the store, and its texts are still found."""
+
+    def reset_cache(self) -> bool:
+        for path in self._folder.glob("*.pt"):
+            zeros = {name: of.zero_() for name, of in torch.load(path).items()}
+            torch.save(zeros, path)
+        return True

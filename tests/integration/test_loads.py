@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The audit of what KV connectors load, on the CPU: vLLM's ExampleConnector, whose
-store is a folder, with a file for each text and layer.
+store is a folder, with a file for each text and layer; FolderConnector
+(tests/helpers) for loads that take steps, with a file for each block.
 
 The first requests of a test store their texts; the cache is reset, and the same texts
 are loaded. Faults are put into the files, or into the connector.
@@ -25,15 +26,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
 )
 
 from tests.helpers.engine import BLOCK_SIZE, Engine, Request
-from tests.helpers.slow_folder import SlowFolder
+from tests.helpers.folder_connector import FolderConnector
 from tests.integration.test_byte_oracle import EVERYTHING, prompt
 
 NUM_BLOCKS = 3
 LENGTH = NUM_BLOCKS * BLOCK_SIZE + 5
 
 SLOW = {
-    "kv_connector": SlowFolder.__name__,
-    "kv_connector_module_path": SlowFolder.__module__,
+    "kv_connector": FolderConnector.__name__,
+    "kv_connector_module_path": FolderConnector.__module__,
 }
 
 seeds = itertools.count(1000)
@@ -44,7 +45,10 @@ def folder(path: Path, **more: Any) -> dict[str, Any]:
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"shared_storage_path": str(path)},
+        "kv_connector_extra_config": {
+            **dict.fromkeys(("shared_storage_path", "folder"), str(path)),
+            "loads": "async",
+        },
     } | more
 
 
@@ -74,6 +78,8 @@ class World:
         result = self.engine.run(
             [Request(name, prompt(n, LENGTH), 4) for name, n in asked.items()]
         )
+        with self.engine.connected():
+            self.engine.llm.step()  # FolderConnector gives its blocks back
         self.tokens = {n: result.tokens[name] for name, n in asked.items()}
         self.finish = {n: result.finish[name] for name, n in asked.items()}
         after = self.totals()
@@ -113,7 +119,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def cleaned(of: World) -> Iterator[World]:
     for path in of.folders():
-        shutil.rmtree(path)
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     yield of
     of.engine.take_findings()
 
@@ -452,9 +458,10 @@ def test_a_load_that_takes_steps_and_is_wrong(
 ) -> None:
     texts = slow.store(2)
     if case == "swapped":
-        swap(*slow.folders())
+        blocks = slow.folders()
+        list(map(swap, blocks[:NUM_BLOCKS], blocks[NUM_BLOCKS:]))
     else:
-        monkeypatch.setattr(SlowFolder, "arrive", lambda *_: None)
+        monkeypatch.setattr(FolderConnector, "arrive", lambda *_: None)
     rise = slow.ask(*texts)
     assert rise.keys() == {"other_text" if case == "swapped" else "never_loaded"}
     blocks = {(f.owner, f.position // BLOCK_SIZE) for f in slow.found()}
@@ -465,32 +472,26 @@ def test_a_load_that_takes_steps_and_is_wrong(
 def fails(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
     """The next load brings wrong bytes from that block of a text on, and the connector
     names these blocks; None: of all blocks, and it names the request."""
-    arrive, results = SlowFolder.arrive, SlowFolder.get_transfer_results
+    arrive, results = FolderConnector.arrive, FolderConnector.get_transfer_results
 
     def put(first: int | None) -> None:
-        failed: list[set[int]] = []
-
-        def fail(connector: Any, request: Any, layers: Any) -> None:
-            monkeypatch.setattr(SlowFolder, "arrive", arrive)
-            blocks = (request.slot_mapping[::BLOCK_SIZE] // BLOCK_SIZE)[first:]
-            failed.append(set(blocks.tolist()))
-            arrive(connector, request, layers)
-            for layer in layers.values():
-                layer.kv_cache[blocks] = 3
+        def fail(connector: Any, blocks: Any) -> None:
+            monkeypatch.setattr(FolderConnector, "arrive", arrive)
+            arrive(connector, blocks)
+            for block, _ in blocks[first:]:
+                connector.missing(block)
+                for cache in connector._caches.values():
+                    cache[block] = 3
 
         def name(connector: Any, ended: set[str]) -> Any:
             found = results(connector, ended)
-            if failed and failed.pop():
+            if connector.get_block_ids_with_load_errors():
                 found.failed_recving = found.finished_recving
             return found
 
-        monkeypatch.setattr(SlowFolder, "arrive", fail)
-        if first is None:
-            monkeypatch.setattr(SlowFolder, "get_transfer_results", name)
-        else:
-            monkeypatch.setattr(
-                SlowFolder, "failed", lambda _: failed.pop() if failed else set()
-            )
+        monkeypatch.setattr(FolderConnector, "arrive", fail)
+        by = name if first is None else results
+        monkeypatch.setattr(FolderConnector, "get_transfer_results", by)
 
     return put
 
@@ -507,18 +508,14 @@ def test_a_load_that_takes_steps_and_fails(
     (text,) = slow.store(1)
     fails(first)
     if first == 0:
-        monkeypatch.setattr(ExampleConnector, "_found_match_for_request", once_true())
+        answers = iter([SLOTS])
+        monkeypatch.setattr(FolderConnector, "answer", lambda *_: next(answers, 0))
     num_loaded = NUM_BLOCKS if first is None else first
     failed, verified = SLOTS - (first or 0) * BLOCK_SIZE, num_loaded * BLOCK_SIZE
     expected = {"failed": failed, "verified": verified}
     assert slow.ask(text) == {name: n for name, n in expected.items() if n}
     assert slow.found() == []
     assert slow.is_right()
-
-
-def once_true() -> Callable[..., bool]:
-    answers = itertools.chain([True], itertools.repeat(False))
-    return lambda *_: next(answers)
 
 
 def test_blocks_of_a_load_whose_request_ended(
@@ -530,13 +527,13 @@ def test_blocks_of_a_load_whose_request_ended(
     aborted = Request("aborted", prompt(text, LENGTH), 4, abort_at=1)
     before = slow.totals()
     arrived: list[Any] = []
-    arrive = SlowFolder.arrive
+    arrive = FolderConnector.arrive
 
     def note(connector: Any, *about: Any) -> None:
         arrived.append(about)
         arrive(connector, *about)
 
-    monkeypatch.setattr(SlowFolder, "arrive", note)
+    monkeypatch.setattr(FolderConnector, "arrive", note)
     slow.engine.run([aborted, Request("beside", prompt(1, 40), 8)])
     assert len(arrived) == 1
     slow.engine.run([Request(f"many{n}", prompt(n, 100), 60) for n in range(12)])
