@@ -40,7 +40,7 @@ class FolderConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         self._size = vllm_config.cache_config.block_size
         option = self._kv_transfer_config.get_from_extra_config
-        self._folder = Path(option("folder", None))
+        self._folder = Path(option("folder", "none"))
         self._is_async = option("loads", "sync") == "async"
         self._requests: dict[str, Any] = {}
         self._local: dict[str, int] = {}
@@ -284,9 +284,7 @@ class LacksAResumedBlock(FolderConnector):
 class LoadsAFileOnce(FolderConnector):
     """What another request is loading is not loaded a second time."""
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
-        super().__init__(vllm_config, role, kv_cache_config)
-        self._wanted: dict[str, set[Path]] = {}
+    _wanted: dict[str, set[Path]] = {}
 
     def update_state_after_alloc(
         self, request: Any, blocks: Any, num_external_tokens: int

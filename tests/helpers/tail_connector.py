@@ -6,23 +6,21 @@ as a whole, with its number of valid rows, which `on_commit` gives. In plain vLL
 rows behind them have rejected drafts, so that equal texts give different bytes. In mode
 off, where on_commit is refused, it uses vLLM's own numbers, for comparison.
 
-One KV-cache group, no loads, CPU caches.
+One KV-cache group, no store and no loads, CPU caches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import vllm_nwor
+from tests.helpers.folder_connector import FolderConnector, Transfers
 from vllm_nwor import Commit
 from vllm_nwor.config import NworConfigError
 
@@ -35,13 +33,13 @@ class Tail(NamedTuple):
 
 
 @dataclass
-class Tails(KVConnectorMetadata):
+class Tails(Transfers):
     """The tails that the worker exports in a step, by request."""
 
     by_request: dict[str, Tail] = field(default_factory=dict)
 
 
-class TailConnector(KVConnectorBase_V1):
+class TailConnector(FolderConnector):
     """published: request -> (tail, its block of each layer), in the worker's
     process."""
 
@@ -49,15 +47,12 @@ class TailConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
-        self._kv_caches: dict[str, torch.Tensor] = {}
         self._tails: dict[str, Tail] = {}
         self._finished: set[str] = set()
         self.registration = None
         if role is KVConnectorRole.SCHEDULER:
-            try:
+            with suppress(NworConfigError):
                 self.registration = vllm_nwor.on_commit(self._note)
-            except NworConfigError:
-                self._block_size = vllm_config.cache_config.block_size
 
     def shutdown(self) -> None:
         if self.registration is not None:
@@ -76,7 +71,7 @@ class TailConnector(KVConnectorBase_V1):
         """Keeps the blocks; the last commit is reported after this step."""
         if self.registration is None:
             end = min(request.num_computed_tokens, request.num_tokens)
-            block = block_ids[(end - 1) // self._block_size]
+            block = block_ids[(end - 1) // self._size]
             self._tails[request.request_id] = Tail(block, end)
         self._finished.add(request.request_id)
         return True, None
@@ -84,21 +79,9 @@ class TailConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: Any) -> Tails:
         tails = {name: self._tails.pop(name) for name in self._finished}
         self._finished.clear()
-        return Tails(tails)
-
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int, bool]:
-        return 0, False
-
-    def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None: ...
+        return Tails(by_request=tails)
 
     # -- worker --------------------------------------------------------------------
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._kv_caches = kv_caches
 
     def get_finished(
         self, finished_req_ids: set[str]
@@ -111,15 +94,7 @@ class TailConnector(KVConnectorBase_V1):
                 tail,
                 {
                     layer: cache[tail.block_id].clone()
-                    for layer, cache in self._kv_caches.items()
+                    for layer, cache in self._caches.items()
                 },
             )
         return set(metadata.by_request), None
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
-
-    def wait_for_layer_load(self, layer_name: str) -> None: ...
-
-    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def wait_for_save(self) -> None: ...
