@@ -91,13 +91,14 @@ class Judge:
         for (_, block, position, generation, *_), _ in loaded:
             if block in failed:
                 begins[generation] = min(begins.get(generation, position), position)
-        # Slots that the device found as they were before. It counts none as unverified
-        # whose store it knows; these have another writer.
+        # What the device found as it was before, by block: that is all that is said of
+        # it. Not slots whose store it knows, which have the writer of before.
         reported = Counter(
-            (finding.block, finding.writer.generation)
+            finding.block
             for finding in found.findings
-            if (finding.group, finding.step) == (judged.group_id, of.step)
-            if finding.kind == "never_loaded"
+            if (finding.group, finding.state) == (judged.group_id, judged.state)
+            if finding.step == of.step and finding.kind == "never_loaded"
+            if judged.state or finding.writer.step == of.step
         )
         partly = self._partly[of.place]
         handed = self._handed(of, begins)
@@ -108,16 +109,15 @@ class Judge:
                 found.num_failed += num_slots
                 failed.add(block)
             else:
-                num_reported = reported[block, generation]
                 if num_slots < judged.block_size:
                     partly[block] = generation
-                elif is_known and not num_reported:
+                elif is_known and block not in reported:
                     verdict = digests.judge(text, tokens, digest, generation)
-                if not num_reported:
+                if block not in reported:
                     verdict = verdict or handed.get((generation, block), False)
                     if verdict is False:
                         continue
-                num_slots = num_reported or num_slots  # what the device said is all
+                num_slots = min(num_slots, reported.get(block, num_slots))
             found.num_unverified -= num_slots
             if verdict is True:
                 found.num_verified += num_slots
