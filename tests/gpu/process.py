@@ -434,18 +434,15 @@ def failing(spec: EngineSpec, models: Path, report: Report) -> None:
         found = engine.run_again(row)
         (look,) = engine.rpc("test_audit")
         ends = sorted({str(reason) for reason in found.finish.values()})
-        names = [name for name, of in found.logprobs.items() if of]
-        far = [distance(first, name, found, name) for name in names]
-        about = {"counts": look["counts"], "findings": look["findings"]}
-        return about | {"ends": ends, "differences": far}
+        far = [distance(first, n, found, n) for n, of in found.logprobs.items() if of]
+        return {"counts": look["counts"], "ends": ends, "differences": far}
 
     with mock.patch.object(Connector, "start_load_kv", lacking):
         report.save_rows("failed", [row], run)
     for path in lost.values():
         path.rename(f"{path}".removesuffix("-lost"))
     report.save_rows("whole", [row], run)
-    lengths = [len(one.prompt) for one in (*texts, *others)]
-    report.save(block_size=spec.block_size, lengths=lengths)
+    report.save(lengths=[len(one.prompt) for one in (*texts, *others)])
 
 
 def handover(role: str, spec: EngineSpec, models: Path, report: Report) -> None:

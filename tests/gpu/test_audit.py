@@ -152,8 +152,9 @@ def test_prompts_that_are_taken_for_windows_are_named(hybrids, engine):
 
 @HYBRIDS
 def test_padded_prompts_of_one_token_are_named(hybrids, engine):
-    """vLLM takes them for windows: it reads what their blocks held before, or, with V2
-    and in Mamba 2, a column of drafts that were never there."""
+    """A gated delta net of the V1 runner takes them for windows, and begins with what
+    their blocks held before. Others run them as prompts, drafts and all: the first
+    token is right, and the state has the drafts in it."""
     report, spec = hybrids[engine][ON].whole(), BY_NAME[engine]
     is_before = spec.runner == "v1" and spec.hybrid == "hybrid"
     kind = "no_state_yet" if is_before else "state_ahead"
@@ -163,6 +164,7 @@ def test_padded_prompts_of_one_token_are_named(hybrids, engine):
     expected = [[name, kind, of] for name in padded["prompts"] for of in states]
     for named in padded["named"]:
         assert named == sorted(expected)
+    assert {far > 10 for far in padded["differences"]} <= {is_before}
 
 
 @HYBRIDS

@@ -100,25 +100,32 @@ failing = engines_fixture(
 
 
 @engines_of("failing")
-def test_a_load_that_fails_is_no_finding(failing, engine):
+def test_a_load_that_fails_is_no_finding_and_a_wrong_answer_is(failing, engine):
     check_failed(failing[engine][ON].whole(), BY_NAME[engine])
 
 
 def check_failed(report: dict[str, Any], spec: EngineSpec) -> None:
     """Of each text the third block does not come. vLLM computes it from there on, or
-    ends its request, before its first step if the load takes steps."""
+    ends its request, before its first step if the load takes steps. After a load within
+    a step the V2 runner goes on from where it was: vLLM issue 49250."""
     policy, _, takes_steps = spec.connector.partition("-")
-    size, lengths = report["block_size"], report["lengths"]
+    size, lengths = spec.block_size, report["lengths"]
     num_loaded = sum((length - 1) // size * size for length in lengths)
-    num_right = 0 if (policy, takes_steps) == ("fail", "later") else len(lengths)
-    num_right *= 2 * size
+    is_early = (policy, takes_steps) == ("fail", "later")
+    num_right = 0 if is_early else 2 * size * len(lengths)
     failed, whole = (row for of in ("failed", "whole") for row in report[of].values())
-    assert failed["findings"] == whole["findings"] == []
     assert failed["ends"] == ["error" if policy == "fail" else "length"]
     assert whole["ends"] == ["length"]
-    right = {"verified": num_loaded + num_right, "failed": num_loaded - num_right}
-    assert whole["counts"] | right | {"unverified": 0} == whole["counts"]
-    assert max(failed["differences"] + whole["differences"]) < 0.1
+    assert max(whole["differences"]) < 0.1
+    counts, steps = whole["counts"], {"steps": whole["counts"]["steps"]}
+    if spec.runner == "v2" and (policy, takes_steps) == ("recompute", ""):
+        assert counts == failed["counts"] | {"verified": counts["verified"]} | steps
+        assert counts["foreign_write"] > len(lengths)
+        assert max(failed["differences"]) > 10
+    else:
+        right = {"verified": num_loaded + num_right, "failed": num_loaded - num_right}
+        assert counts == right | {"unverified": 0} | steps
+        assert max(failed["differences"], default=0) < 0.1
 
 
 @engines_of("skipping")

@@ -132,7 +132,6 @@ def test_loads_are_verified(tmp_path):
 
 
 def test_loads_that_fail_are_no_findings(tmp_path):
-    """Also where a later load brings what such a block held before."""
     spec = BY_NAME["cpu-fails"]
     run = test_offloading.audited(Pool(tmp_path), spec, "failing", **QUICK)[ON]
     test_offloading.check_failed(run.whole(), spec)

@@ -249,20 +249,6 @@ def test_a_load_writes_nothing(world: World, loads: Callable[[Load], None]) -> N
     assert {(f.layer, f.num_layers) for f in findings} == {(world.layers[0], 4)}
 
 
-def test_a_load_writes_nothing_to_zeroed_blocks(
-    world: World, loads: Callable[[Load], None]
-) -> None:
-    (text,) = world.store(1)
-
-    def zero(connector: Any, context: Any, **_: Any) -> None:
-        for layer in context.no_compile_layers.values():
-            layer.kv_cache.zero_()
-
-    loads(zero)
-    assert world.ask(text) == {"never_loaded": NUM_BLOCKS}
-    assert [finding.position for finding in world.found()] == positions()
-
-
 def test_slots_go_to_a_wrong_block(world: World, loads: Callable[[Load], None]) -> None:
     (text,) = world.store(1)
 
@@ -390,8 +376,7 @@ def test_a_load_that_writes_nothing_and_says_so(
     reports: Callable[[int], None],
     last: int | None,
 ) -> None:
-    """The first block has come. The connector names the others, or the next one only:
-    vLLM uses none behind it."""
+    """The first block has come. The connector names the others, or the second alone."""
     (text,) = world.store(1)
     world.store(6)  # its blocks are others' by now
     reports(1)

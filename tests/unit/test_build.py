@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native library builds for the CPU and for CUDA, and loads; the incremental
-rebuild of a copy of the sources; what the folders of csrc/nwor include of each other.
+"""The native library builds for the CPU and for CUDA, and loads; what the folders of
+csrc/nwor include of each other.
 
 The CUDA sources are compiled where there may be no GPU, so that errors are found before
 a machine with a GPU builds them. tests/kernels tests the ops.
@@ -8,14 +8,10 @@ a machine with a GPU builds them. tests/kernels tests the ops.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +20,6 @@ import torch
 from tools import native
 
 ROOT = Path(__file__).resolve().parents[2]
-REBUILD = "rebuild_nwor_extension.sh"
 # Imports the module of a folder in place of the package's, where there may be no GPU.
 LOAD = """
 import pathlib, sys, torch, vllm_nwor
@@ -78,63 +73,6 @@ int main() {
   return sum == 0 + 2 + 2 + 4 + 4 + 6 + 6 + 8 ? 0 : 3;
 }
 """
-
-
-@contextlib.contextmanager
-def edited(path: Path, old: str, new: str) -> Iterator[None]:
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
-    yield
-    path.write_text(text)
-
-
-def test_rebuild_compiles_only_what_changed_and_reports_failures(tmp_path):
-    """In a copy of the sources. A process with the old library keeps it whole."""
-    ignored = shutil.ignore_patterns("*.so", "__pycache__")
-    for name in ("cmake", "csrc", "vllm/v1/nwor"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
-    (tmp_path / "tools").mkdir()
-    for name in ("CMakeLists.txt", f"tools/{REBUILD}", "tools/native.py"):
-        shutil.copy(ROOT / name, tmp_path / name)
-    library = tmp_path / "vllm/v1/nwor" / native.LIBRARY
-    source = tmp_path / "csrc/nwor/transaction/cow_cpu.cpp"
-    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-    env = {"PATH": path, "PYTHON": sys.executable, "HOME": str(tmp_path)}
-
-    def rebuild() -> tuple[int, str]:
-        command = [tmp_path / "tools" / REBUILD, "--cuda", "off"]
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
-        is_fine = "check: the library is up to date, with all ops" in done.stdout
-        assert is_fine is (done.returncode == 0), done.stderr
-        return done.returncode, done.stderr
-
-    def state() -> tuple[int, bytes]:
-        return library.stat().st_mtime_ns, library.read_bytes()
-
-    assert rebuild()[0] == 0
-    first = state()
-    assert rebuild()[0] == 0
-    assert state() == first
-
-    objects = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.o")}
-    # An exported symbol: what is linked is another library.
-    change = 'extern "C" __attribute__((visibility("default"))) int nwor_changed = 7;'
-    with library.open("rb") as opened, edited(source, "", change):
-        assert rebuild()[0] == 0
-        assert library.read_bytes() != opened.read() == first[1]
-    changed = [path for path, at in objects.items() if path.stat().st_mtime_ns != at]
-    assert [path.name for path in changed] == ["cow_cpu.cpp.o"]
-
-    with edited(source, "", "this is no C++\n"):
-        status, said = rebuild()
-    assert (status, "native build: `cmake` failed" in said) == (1, True)
-    # It compiles, but lacks an op.
-    define = 'ops.def(\n      "unstage('
-    bindings = tmp_path / "csrc/nwor/bindings/torch_bindings.cpp"
-    with edited(bindings, define, f"if (false) {define}"):
-        status, said = rebuild()
-    assert (status, "unstage" in said) == (1, True)
 
 
 def test_an_exception_in_a_parallel_loop_reaches_the_caller(tmp_path):
