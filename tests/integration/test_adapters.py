@@ -258,7 +258,7 @@ def many(adapters: Adapters, num_steps: int, seconds: float) -> int:
 
 def test_many_adapters_give_no_false_alarm(engine: Engine, adapters: Adapters) -> None:
     before = engine.audit.audit.totals()["identities"]
-    assert many(adapters, 10_000, 20) > 100
+    assert many(adapters, 500, 600) >= 500
     assert engine.audit.audit.totals()["identities"] > before + 10_000
 
 
