@@ -58,6 +58,17 @@ def test_a_load_of_what_was_there_before_is_no_finding():
     assert world.counts("unverified") == (8,)
 
 
+def test_a_load_of_what_a_block_has_kept_because_one_before_failed():
+    world = filling()
+    found, outbox = world.found, world.audit.outbox
+    world.found = lambda: outbox.take(outbox.num_sent, failed={1, 2}).findings
+    assert world.runs("b", OTHER[:9], [1, 2, 3], hit=8) == []
+    world.finish("b")
+    world.found = found
+    world.transfers([[1, 2]], fills=True)
+    assert world.runs("c", TEXT[:9], [1, 2, 4], hit=8) == []
+
+
 @pytest.mark.parametrize("loads", [Loads.KNOWN, Loads.UNKNOWN])
 def test_a_load_for_an_opaque_text(loads):
     """It is not what was in its blocks before; from here on it is watched."""

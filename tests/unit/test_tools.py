@@ -93,20 +93,13 @@ def test_a_sanitizer_step_that_proves_nothing_fails(
     assert gpu_run("sanitizer", "memcheck", python=python)[0] == status
 
 
-# --- serve.sh ---
-
-
-def is_alive(pid: int) -> bool:
-    state = Path(f"/proc/{pid}/stat")
-    return state.exists() and state.read_text().rpartition(") ")[2][0] != "Z"
-
-
 def test_serve_returns_the_servers_exit_status_and_ends_its_children(tmp_path):
     command = ["tools/serve.sh", "sh", "-c", 'sleep 60 & echo $! >"$1"; exit 7', "sh"]
     done = subprocess.run([*command, str(tmp_path / "pid")], cwd=ROOT, timeout=30)
     assert done.returncode == 7
     deadline = time.monotonic() + 20  # a killed process ends a little later
-    while is_alive(int((tmp_path / "pid").read_text())):
+    state = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
+    while state.exists() and state.read_text().rpartition(") ")[2][0] != "Z":
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
