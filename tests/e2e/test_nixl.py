@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.metadata import distributions
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ EXPECTED: dict[str, tuple[dict[str, int], list[tuple[int | None, int]]]] = {
 }
 
 Run = Callable[[Request], Outputs]
+Rpc = Callable[..., list[Any]]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
@@ -120,13 +122,9 @@ REMOTE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 def handovers(server: Server) -> Counter[str]:
-    return Counter(
-        {
-            sample.labels["result"]: sample.value
-            for sample in server.samples()
-            if sample.name == "vllm:nwor_audit_handovers_total"
-        }
-    )
+    name = "vllm:nwor_audit_handovers_total"
+    found = (sample for sample in server.samples() if sample.name == name)
+    return Counter({sample.labels["result"]: sample.value for sample in found})
 
 
 # --- the two processes ----------------------------------------------------------------
@@ -146,14 +144,9 @@ def ask(run: Run, name: str, seed: int, number: int, params: Any = None) -> Any:
     return run(Request(name, prompt(seed, LENGTH), number, params=more))
 
 
-def prefill(runner: Any, run: Run, folder: Path) -> None:
+def prefill(rpc: Rpc, run: Run, folder: Path) -> None:
     """Bits are changed when the digests were taken, before the blocks are read. run:
-    plays one request on the engine of the model runner."""
-    from tests.helpers.byte_map import allocation, slot_bytes
-    from tests.helpers.runner_probe import target_layers
-
-    layer = list(target_layers(runner).values())[2]
-    data, places = allocation(layer), slot_bytes(layer)[:, 0]
+    plays one request on the engine; rpc: calls a method of its workers."""
     awaited(folder / "ready")
     for seed, case in enumerate(EXPECTED):
         result = ask(run, case, seed, 1, {"do_remote_decode": True})
@@ -163,39 +156,35 @@ def prefill(runner: Any, run: Run, folder: Path) -> None:
             del params["nwor"]
         elif case in ("bit", "tail"):
             block, slot = (1, 9) if case == "bit" else (3, 2)
-            place = int(places[ids[block] * BLOCK_SIZE + slot])
-            data[place] ^= 1
-            data[place].item()  # waits for the device
+            rpc("test_flip_slot", 2, ids[block] * BLOCK_SIZE + slot)
         (folder / "sent").write_text(json.dumps(params))
         (folder / "sent").rename(folder / case)
     awaited(folder / "found")
 
 
-def decode(runner: Any, run: Run, folder: Path) -> None:
-    from tests.helpers.runner_probe import observer_of
-
+def decode(rpc: Rpc, run: Run, folder: Path) -> None:
     # vLLM's attention on CPUs fails (SIGILL with AMX) if a decode is the first step.
     ask(run, "first", 99, 2)
     (folder / "ready").touch()
-    audit = observer_of(runner, "audit")
-    names, findings = audit.audit.groups[0].names, audit.findings
     found = {}
     for seed, case in enumerate(EXPECTED):
         params = json.loads(awaited(folder / case))
-        before = findings.totals()
+        before = rpc("test_audit")[0]
         ask(run, case, seed, 4, params)
-        rise = {n: k - before.get(n, 0) for n, k in findings.totals().items()}
+        look, *others = rpc("test_audit")
+        assert not any(of["findings"] for of in others), "compared by the first rank"
+        rise = {n: k - before["counts"].get(n, 0) for n, k in look["counts"].items()}
         places = [
-            (one.layer and names.index(one.layer), one.position)
-            for one in findings.last
+            (one["layer"] and int(one["layer"].split(".")[2]), one["position"])
+            for one in look["findings"][len(before["findings"]) :]
         ]
-        findings.last.clear()
         found[case] = {n: k for n, k in rise.items() if k and n != "steps"}, places
     (folder / "writing").write_text(json.dumps(found))
     (folder / "writing").rename(folder / "found")
 
 
 def main(role: str, folder: Path) -> None:
+    from tests.gpu.worker import GpuTestExtension as Worker
     from tests.helpers.engine import Engine
     from tests.integration.test_byte_oracle import EVERYTHING
 
@@ -211,8 +200,13 @@ def main(role: str, folder: Path) -> None:
         speculative_config=None,
         max_num_batched_tokens=64,
     )
+    worker = SimpleNamespace(model_runner=engine.runner)
     part = {"prefill": prefill, "decode": decode}[role]
-    part(engine.runner, lambda request: engine.run([request]), folder)
+    part(
+        lambda name, *arguments: [getattr(Worker, name)(worker, *arguments)],
+        lambda request: engine.run([request]),
+        folder,
+    )
     os._exit(0)  # NIXL's threads outlive the engine
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.gpu.pool import OFF, ON, Pool, Runs
 
@@ -15,13 +14,9 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-            if "two_ranks" in item.name:
-                reason = "needs two NVIDIA GPUs"
-                item.add_marker(pytest.mark.skipif(num_gpus < 2, reason=reason))
 
 
 @pytest.fixture(scope="session")

@@ -17,10 +17,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import torch
 
 from tests.gpu import models, results
 from tests.gpu.engines import BY_NAME, ENVIRONMENT, GROUPS, EngineSpec
@@ -130,9 +132,16 @@ class Pool:
 
 
 def engines_of(*groups: str) -> pytest.MarkDecorator:
-    """A test for each engine of these groups of engines.yml."""
-    names = [spec.name for group in groups for spec in GROUPS[group]]
-    return pytest.mark.parametrize("engine", names)
+    """A test for each engine of these groups of engines.yml; it is skipped if there are
+    too few GPUs for its ranks."""
+    skip = partial(pytest.mark.skipif, reason="needs more GPUs")
+    specs = (spec for group in groups for spec in GROUPS[group])
+    engines = [pytest.param(spec.name, marks=skip(not fits(spec))) for spec in specs]
+    return pytest.mark.parametrize("engine", engines)
+
+
+def fits(spec: EngineSpec) -> bool:
+    return spec.tensor_parallel <= max(1, torch.cuda.device_count())
 
 
 def engines_fixture(
@@ -166,7 +175,7 @@ def engines_fixture(
             and item.path == request.path
             and request.fixturename in item.fixturenames
         }
-        specs = {name: spec for name, spec in BY_NAME.items() if name in names}
+        specs = {n: spec for n, spec in BY_NAME.items() if n in names and fits(spec)}
         with ThreadPoolExecutor(num_jobs) as threads:
             found = threads.map(saved, specs.values())
             return dict(zip(specs, found, strict=True))

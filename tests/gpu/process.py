@@ -452,13 +452,13 @@ def handover(role: str, spec: EngineSpec, models: Path, report: Report) -> None:
     engine = Engine(spec, models, report)
     # A load takes seconds, and steps without rows microseconds.
     engine.llm.step = lambda step=engine.llm.step: time.sleep(0.005) or step()
-    core = engine.llm.engine_core.engine_core
-    runner = core.model_executor.driver_worker.worker.model_runner
 
     def run(request: Request) -> Outcome:
         return engine.run_again(rows.Row(request.name, ((request,),)))
 
-    getattr(test_nixl, role)(runner, run, Path(os.environ["NWOR_TEST_FOLDER"]))
+    getattr(test_nixl, role)(engine.rpc, run, Path(os.environ["NWOR_TEST_FOLDER"]))
+    if spec.tensor_parallel > 1:
+        engine.stop()
 
 
 prefill, decode = (partial(handover, role) for role in ("prefill", "decode"))

@@ -177,6 +177,13 @@ class GpuTestExtension(OracleExtension):
         of_state = {"kind": "changed_state", "state": state, "num_layers": 1}
         return {"layer": name, "group": gid} | of_state
 
+    def test_flip_slot(self, number: int, slot: int) -> None:
+        """Flips a bit of a slot in the target's layer of that number."""
+        layer = list(target_layers(self.model_runner).values())[number]
+        data = allocation(layer)
+        data[int(slot_bytes(layer)[slot, 0])] ^= 1
+        data[0].item()  # waits for the device
+
     def test_flip_stored(self) -> dict[str, Any]:
         """Changes what the OffloadingConnector has for its next load: of the second
         layer a bit of slot 5 of the third block, or low bits of all states. Returns
