@@ -45,12 +45,11 @@ class Failure(AssertionError):
         self.seed, self.operations = seed, operations
 
 
-def run(seed: int, num_left: int, planted: Any = None) -> Counter[str]:
+def run(seed: int, num_left: int, totals: Counter[str], planted: Any = None) -> None:
     """Plays `num_left` operations, OPERATIONS_PER_SEED per seed, from `seed` on.
-    Returns counts of events. planted: as in Simulator. Raises Failure with the first
-    violation, shrunk.
+    totals: counts of events, added to. planted: as in Simulator. Raises Failure with
+    the first violation, shrunk.
     """
-    totals: Counter[str] = Counter()
     while num_left > 0:
         limit = min(OPERATIONS_PER_SEED, num_left)
         simulator = Simulator(seed, planted)
@@ -58,10 +57,10 @@ def run(seed: int, num_left: int, planted: Any = None) -> Counter[str]:
             simulator.play(draw_operations(random.Random(seed)), limit)
         except Exception as error:
             raise _cut_down(error, seed, planted) from error
-        totals += simulator.totals
+        finally:
+            totals.update(simulator.totals)
         num_left -= limit
         seed += 1
-    return totals
 
 
 def _cut_down(error: Any, seed: int, planted: Any) -> Failure:
@@ -129,7 +128,7 @@ def main() -> int:
     violations: list[str] = []
     totals: Counter[str] = Counter()
     try:
-        totals = run(args.seed, args.operations)
+        run(args.seed, args.operations, totals)
     except Failure as failure:
         violations.append(str(failure))
         print(failure)

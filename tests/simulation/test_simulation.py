@@ -6,6 +6,7 @@ More bugs in the ops and the manager: tools/mutations.yml.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -34,7 +35,8 @@ def one_thread():
 
 
 def test_no_violation_in_20000_operations() -> None:
-    totals = run(0, NUM_OPERATIONS)
+    totals: Counter[str] = Counter()
+    run(0, NUM_OPERATIONS, totals)
     assert sum(totals[f"operations/{kind}"] for kind in KINDS) == NUM_OPERATIONS
     # Each kind of event has happened often enough.
     assert min(totals.values()) >= 20, totals
@@ -50,7 +52,7 @@ def test_no_violation_in_20000_operations() -> None:
     assert totals["rejected"] > totals["commits"] < totals["windows"]
 
 
-# --- planted bugs: in an op, called as bug(op, *arguments) ----------------------------
+# --- planted bugs: in an op, called as bug(op, *arguments), or in the manager ---------
 
 
 def forgets_a_layer(op: Any, table: torch.Tensor, *args: Any) -> None:
@@ -73,9 +75,6 @@ def any_step_counts(op: Any, *args: Any) -> None:
     if patches:
         saved[saved[:, 9] >= 0, 8] = step - 1  # what was committed
     op(*args)
-
-
-# --- in the manager -------------------------------------------------------------------
 
 
 def keeps_an_uncommitted_log(manager: DraftCommitManager) -> None:
@@ -111,9 +110,11 @@ def test_a_planted_bug_is_found_and_shrunk(bug: Any, op: str | None, kind: str) 
         setattr(manager.ops, op or "", partial(bug, getattr(manager.ops, op or "")))
 
     most = MOST_LEFT * (2 if bug is keeps_at_a_beginning else 1)
+    totals: Counter[str] = Counter()
     with pytest.raises(Failure, match=rf"^({kind})") as caught:
-        run(0, NUM_OPERATIONS, in_op if op else bug)
+        run(0, NUM_OPERATIONS, totals, in_op if op else bug)
     failure = caught.value
     assert 0 < len(failure.operations) <= most, failure
+    assert totals["operations/arrive"] > 0
     # Without the bug the same operations pass.
     Simulator(failure.seed).play(failure.operations)
