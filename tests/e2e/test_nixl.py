@@ -4,7 +4,7 @@ decode instance reads from the memory of the other one is compared with the dige
 came along; and between two servers, as docs/connectors.md starts them. NIXL comes from
 `make frameworks`, next to the environment. On a GPU: tests/gpu/test_offloading.py.
 
-    python -m tests.e2e.test_nixl prefill|decode FOLDER    # what the test runs
+    python -m tests.e2e.test_nixl prefill|decode FOLDER NUM_RANKS    # what the test runs
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.metadata import distributions
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from benchmarks.files import write_json
 
 from tests.gpu.rows import prompt
 from tests.helpers.environment import REPO, subprocess_env
@@ -55,7 +55,9 @@ def nixl():
         pytest.skip("nixl is not installed: make frameworks")
 
 
-def test_what_nixl_brings_is_compared(tmp_path):
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_nixl_brings_is_compared(tmp_path, num_ranks):
+    """Of two ranks the first one compares; bits are changed on both."""
     (tmp_path / "secret").write_text(32 * "s")
     with ExitStack() as stack:
         processes = []
@@ -63,9 +65,9 @@ def test_what_nixl_brings_is_compared(tmp_path):
             env = subprocess_env(
                 PYTHONPATH=str(INSTALLED),
                 VLLM_ENABLE_V1_MULTIPROCESSING="0",
-                VLLM_NIXL_SIDE_CHANNEL_PORT=str(5711 + number),
+                VLLM_NIXL_SIDE_CHANNEL_PORT=str(5711 + 10 * number),
             )
-            command = [sys.executable, "-m", __name__, role, str(tmp_path)]
+            command = [sys.executable, "-m", __name__, role, tmp_path, f"{num_ranks}"]
             process = subprocess.Popen(command, env=env, cwd=REPO)
             stack.callback(process.kill)
             processes.append(process)
@@ -157,8 +159,7 @@ def prefill(rpc: Rpc, run: Run, folder: Path) -> None:
         elif case in ("bit", "tail"):
             block, slot = (1, 9) if case == "bit" else (3, 2)
             rpc("test_flip_slot", 2, ids[block] * BLOCK_SIZE + slot)
-        (folder / "sent").write_text(json.dumps(params))
-        (folder / "sent").rename(folder / case)
+        write_json(folder / case, params)
     awaited(folder / "found")
 
 
@@ -179,15 +180,14 @@ def decode(rpc: Rpc, run: Run, folder: Path) -> None:
             for one in look["findings"][len(before["findings"]) :]
         ]
         found[case] = {n: k for n, k in rise.items() if k and n != "steps"}, places
-    (folder / "writing").write_text(json.dumps(found))
-    (folder / "writing").rename(folder / "found")
+    write_json(folder / "found", found)
 
 
-def main(role: str, folder: Path) -> None:
-    from tests.gpu.worker import GpuTestExtension as Worker
+def main(role: str, folder: Path, num_ranks: int) -> None:
     from tests.helpers.engine import Engine
     from tests.integration.test_byte_oracle import EVERYTHING
 
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # for worker processes
     engine = Engine(
         "off",
         EVERYTHING | {"AUDIT_SECRET": str(folder / "secret")},
@@ -199,16 +199,16 @@ def main(role: str, folder: Path) -> None:
         enable_prefix_caching=True,
         speculative_config=None,
         max_num_batched_tokens=64,
+        worker_extension_cls="tests.gpu.worker.GpuTestExtension",
+        tensor_parallel_size=num_ranks,
+        distributed_executor_backend="mp" if num_ranks > 1 else None,
     )
-    worker = SimpleNamespace(model_runner=engine.runner)
     part = {"prefill": prefill, "decode": decode}[role]
-    part(
-        lambda name, *arguments: [getattr(Worker, name)(worker, *arguments)],
-        lambda request: engine.run([request]),
-        folder,
-    )
+    call = engine.llm.collective_rpc
+    part(lambda name, *of: call(name, args=of), lambda one: engine.run([one]), folder)
+    engine.llm.engine_core.shutdown()
     os._exit(0)  # NIXL's threads outlive the engine
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
