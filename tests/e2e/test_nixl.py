@@ -4,7 +4,7 @@ decode instance reads from the memory of the other one is compared with the dige
 came along; and between two servers, as docs/connectors.md starts them. NIXL comes from
 `make frameworks`, next to the environment. On a GPU: tests/gpu/test_offloading.py.
 
-    python -m tests.e2e.test_nixl prefill|decode FOLDER NUM_RANKS    # what the test runs
+    python -m tests.e2e.test_nixl prefill|decode FOLDER NUM_RANKS    # in the test
 """
 
 from __future__ import annotations
