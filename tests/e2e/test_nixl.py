@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's NixlConnector between two engines on this CPU, in a process each: what the
-decode instance reads from the memory of the other one is compared with the digests that
-came along; and between two servers, as docs/connectors.md starts them. NIXL comes from
-`make frameworks`, next to the environment. On a GPU: tests/gpu/test_offloading.py.
+"""vLLM's NixlConnector between two instances on this CPU: what the decode one reads is
+compared with the digests that came along; and between two servers, as connectors.md
+starts them. NIXL: `make frameworks`. On a GPU: tests/gpu/test_offloading.py.
 
     python -m tests.e2e.test_nixl prefill|decode FOLDER NUM_RANKS    # in the test
 """
@@ -12,12 +11,13 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ EXPECTED: dict[str, tuple[dict[str, int], list[tuple[int | None, int]]]] = {
 }
 
 Run = Callable[[Request], Outputs]
-Rpc = Callable[..., list[Any]]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
@@ -68,10 +67,12 @@ def test_what_nixl_brings_is_compared(tmp_path, num_ranks):
                 VLLM_NIXL_SIDE_CHANNEL_PORT=str(5711 + 10 * number),
             )
             command = [sys.executable, "-m", __name__, role, tmp_path, f"{num_ranks}"]
-            process = subprocess.Popen(command, env=env, cwd=REPO)
-            stack.callback(process.kill)
+            process = subprocess.Popen(command, env=env, cwd=REPO, process_group=0)
+            stack.enter_context(suppress(ProcessLookupError))  # it has ended
+            stack.callback(os.killpg, process.pid, signal.SIGKILL)
             processes.append(process)
-        assert [process.wait(LIMIT_S) for process in processes] == [0, 0]
+        for process in reversed(processes):  # the prefill instance waits for the other
+            assert process.wait(LIMIT_S) == 0
     found = json.loads((tmp_path / "found").read_text())
     assert found == json.loads(json.dumps(EXPECTED))
 
@@ -146,7 +147,7 @@ def ask(run: Run, name: str, seed: int, number: int, params: Any = None) -> Any:
     return run(Request(name, prompt(seed, LENGTH), number, params=more))
 
 
-def prefill(rpc: Rpc, run: Run, folder: Path) -> None:
+def prefill(rpc: Callable[..., Any], run: Run, folder: Path) -> None:
     """Bits are changed when the digests were taken, before the blocks are read. run:
     plays one request on the engine; rpc: calls a method of its workers."""
     awaited(folder / "ready")
@@ -163,7 +164,7 @@ def prefill(rpc: Rpc, run: Run, folder: Path) -> None:
     awaited(folder / "found")
 
 
-def decode(rpc: Rpc, run: Run, folder: Path) -> None:
+def decode(rpc: Callable[..., Any], run: Run, folder: Path) -> None:
     # vLLM's attention on CPUs fails (SIGILL with AMX) if a decode is the first step.
     ask(run, "first", 99, 2)
     (folder / "ready").touch()
@@ -206,8 +207,7 @@ def main(role: str, folder: Path, num_ranks: int) -> None:
     part = {"prefill": prefill, "decode": decode}[role]
     call = engine.llm.collective_rpc
     part(lambda name, *of: call(name, args=of), lambda one: engine.run([one]), folder)
-    engine.llm.engine_core.shutdown()
-    os._exit(0)  # NIXL's threads outlive the engine
+    os._exit(0)  # NIXL's threads outlive the engine, and the test ends its workers
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def engines_of(*groups: str) -> pytest.MarkDecorator:
 
 
 def fits(spec: EngineSpec) -> bool:
-    return spec.tensor_parallel <= max(1, torch.cuda.device_count())
+    return (n := spec.tensor_parallel) == 1 or n <= torch.cuda.device_count()
 
 
 def engines_fixture(
