@@ -153,7 +153,7 @@ class World:
             of["states"] = States(self.state_groups, *about)
         self.audit = Audit(*args, self.loads, **of)
         if self.is_v2 and self.device.type == "cuda":  # as with a drafter's model
-            self.audit.run_beside()
+            self.audit.beside_from = 1
         self.requests, self.numbers, self.local = {}, {}, {}
         self.weights, self.loading = Weights(), {}
         self.loading_blocks: list[Any] = []

@@ -173,6 +173,29 @@ def test_what_runs_beside_a_step_ends_with_it(monkeypatch, ends):
     arrival.wait.assert_called_once_with()
 
 
+def test_a_second_stream_is_first_used_late(monkeypatch):
+    """After vLLM's graphs were captured. On V2 all of resolve runs there, so that what
+    vLLM lent for the step is kept until it ends."""
+    world = World()
+    audit, (group,) = world.audit, world.audit.groups
+    if world.device.type == "cpu":
+        monkeypatch.setattr(
+            torch.cuda, "Stream", Mock(return_value=Mock(cuda_stream=1))
+        )
+        monkeypatch.setattr(torch.cuda, "Event", Mock(return_value=Mock(cuda_event=1)))
+    audit.beside_from = 3
+    world.add("a", TEXT, [1, 2, 3])
+    for number in range(1, 5):
+        assert not world.step(a=1)
+        assert audit._lent[0].num_tokens == 1
+        is_there = number >= 3
+        columns = map(bool, group.tables[group._beside].tolist())
+        assert list(columns) == [is_there, is_there, is_there and world.is_v2]
+        assert (audit.outbox.stream is not None) is is_there
+    begins_next(world)
+    assert audit._lent is None
+
+
 def test_an_output_that_was_read_is_not_kept():
     """Nor does it wait for Python's collector, with all of a step's host memory."""
     world = prefilled()

@@ -1221,13 +1221,14 @@ void scan(const Device& device, const AuditResolveArgs& args, int64_t row,
 template <typename Device>
 void call(const Device& device, const AuditResolveArgs& args) {
   device.check(args);
-  device.run(KeepRequests{args}, args.num_reqs);
+  const Device first = args.is_all_beside ? device.beside(args) : device;
+  first.run(KeepRequests{args}, args.num_reqs);
   for (int64_t i = 0; i < args.num_hits; ++i) {
-    device.run(AdoptHit{args, args.hits[i]}, 1);
+    first.run(AdoptHit{args, args.hits[i]}, 1);
   }
-  device.run(CheckRequests{args}, args.num_reqs);
+  first.run(CheckRequests{args}, args.num_reqs);
   // What follows reads caches and the audit's own tables, and block tables.
-  const Device beside = device.beside(args);
+  const Device beside = args.is_all_beside ? first : device.beside(args);
   if (args.num_parts > 0) {
     beside.run_slots(RecordRows(args), args.num_tokens);
   }

@@ -893,7 +893,10 @@ template <typename Device>
 void call(const Device& device, const AuditStatesWrittenArgs& args) {
   device.check(args);
   const int64_t num_parts = device.num_parts(args.num_states);
-  device.run(WrittenStates(args, num_parts), args.num_reqs * num_parts);
+  // vLLM copies states of the prefix cache after sampling.
+  const bool is_beside = args.is_all_beside && args.boundary_tokens == 0;
+  const Device to = is_beside ? device.beside(args) : device;
+  to.run(WrittenStates(args, num_parts), args.num_reqs * num_parts);
 }
 
 }  // namespace nwor

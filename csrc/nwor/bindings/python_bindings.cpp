@@ -37,7 +37,7 @@ namespace nwor {
 namespace {
 
 // VERSION in vllm/v1/nwor/ops.py: raised with every change of the module's interface.
-constexpr long kVersion = 10;
+constexpr long kVersion = 11;
 
 // Of DLPack 1.x. PyTorch's copy of its header is not for users of the stable ABI.
 struct DlpackTensor {

@@ -48,7 +48,7 @@ from torch._ops import OpOverload
 
 LIBRARY = Path(__file__).with_name("_nwor_C.so")
 # kVersion of csrc/nwor/bindings/python_bindings.cpp.
-VERSION = 10
+VERSION = 11
 
 _NAMESPACE = "_C_cache_ops"
 # The ops of the transaction, which PyTorch's dispatcher has.

@@ -34,7 +34,7 @@ from ..layout.tables import DeviceMemory, LayerCache
 from .handover import Handovers
 from .incident import Engine, Recorder
 from .observer import NAME, RunnerAudit
-from .state import Audit
+from .state import BESIDE_FROM, Audit
 from .states import Sizes as StateSizes
 from .states import States
 from .tables import AuditedGroup, GroupShape, num_bytes
@@ -252,7 +252,7 @@ def _build(
         more = caches.adapters, states, _is_own(limits, config), handovers
         audit = Audit(groups, *about, limits.is_async, *more)
         if limits.drafts_by_model and limits.device.type == "cuda":
-            audit.run_beside()
+            audit.beside_from = BESIDE_FROM
         return audit
 
     try:

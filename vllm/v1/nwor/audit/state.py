@@ -43,6 +43,10 @@ from .tables import FILLED, GIVEN, STORED, AuditedGroup
 NOBODY = 0
 # Bytes of a hit that are compared when it is taken over, in budgets of a step.
 HIT_BUDGETS = 4
+# The step from which on a second stream is used. One that vLLM's warm-up had used
+# before the CUDA graphs were captured made each later launch in the main stream take
+# 1 us longer (vLLM 0.33.0, H200); with one that was first used later none did.
+BESIDE_FROM = 64
 
 # As RunnerCaches.text_of.
 TextOf = Callable[[int, int], torch.Tensor]
@@ -53,7 +57,8 @@ Owners = list[dict[int, int]]
 class Audit:
     """All audited groups of a runner.
 
-    step: of this runner, from 1. recorder: of an incident file, or None.
+    step: of this runner, from 1. recorder: of an incident file, or None. beside_from:
+    the step from which on resolve runs in a second stream; 0: none.
     """
 
     def __init__(
@@ -84,6 +89,9 @@ class Audit:
         self.states = states
         # Of the open step: its metadata, and what keeps the addresses there alive.
         self._states_read: tuple[torch.Tensor, Any] | None = None
+        self.beside_from = 0
+        # What the second stream may still read of vLLM's.
+        self._lent: object = None
         self.fingerprints = Fingerprints(self.groups[0].records.device)
         about = self.groups, self.requests, self.fingerprints, states
         self.outbox = Outbox(*about, store_is_own, handovers)
@@ -116,14 +124,14 @@ class Audit:
         total = sum(group.block_bytes for group in self.groups) or 1
         return max(budget_bytes // total, 1) if budget_bytes else 0
 
-    def run_beside(self) -> None:
-        """From now on what resolve only compares runs in a stream of its own, beside
-        what the step does after that, until Outbox.join. On CUDA."""
+    def _run_beside(self, is_all: bool) -> None:
+        """From now on resolve runs in a stream of its own, beside what the step does
+        next, until Outbox.join; unless is_all, only what reads caches. On CUDA."""
         beside, forked = torch.cuda.Stream(self.device), torch.cuda.Event()
         forked.record()
         self.outbox.stream, self._forked = beside, forked
         for group in self.groups:
-            group.set_beside(beside, forked)
+            group.set_beside(beside, forked, is_all)
 
     def restart(self, budget_bytes: int) -> None:
         """Restarts after steps that the audit did not see. No request may be running.
@@ -147,7 +155,7 @@ class Audit:
         # If the last step failed, what these requests found was not compared.
         self.requests.release_seats(*self._fresh)
         self._fresh = {}
-        self._open = None
+        self._open = self._lent = None
         self._scheduled = scheduled
         if self.recorder:
             self.recorder.begin_step(self.step, scheduled)
@@ -436,7 +444,12 @@ class Audit:
         self._open = None
         self._identify(step.num_tokens)
         self.requests.settle()
+        if 0 < self.beside_from <= self.step:
+            self.beside_from = 0
+            # The V1 runner writes to what its states' metadata refers to.
+            self._run_beside(step.state_indices is not None)
         fresh, self._fresh = self._fresh, {}
+        self._lent = step, acceptance, self._states_read, fresh
         cu_num_logits: torch.Tensor | None = None
         kept: tuple[Any, ...] = (None, 0, None)
         if acceptance is not None:

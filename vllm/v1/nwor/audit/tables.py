@@ -139,10 +139,10 @@ class AuditedGroup:
             *(shape.num_digests, shape.block_size),
             *(shape.entry_tokens, shape.window, len(self.parts)),
             *(0, 0),  # set_words
-            *(0, 0),  # set_beside
+            *(0, 0, 0),  # set_beside
         ]
-        self._words = slice(len(columns) - 4, len(columns) - 2)
-        self._beside = slice(len(columns) - 2, len(columns))
+        self._words = slice(len(columns) - 5, len(columns) - 3)
+        self._beside = slice(len(columns) - 3, len(columns))
         for part in self.parts:
             runs = part.runs
             of_runs = (0, 0, 0) if runs is None else (runs.data_ptr(), *runs.shape[:2])
@@ -155,10 +155,12 @@ class AuditedGroup:
         columns = (0, 0) if words is None else (words.data_ptr(), len(words))
         self.tables[self._words] = torch.tensor(columns)
 
-    def set_beside(self, beside: torch.cuda.Stream, forked: torch.cuda.Event) -> None:
-        """Where passes of resolve run that nothing of the step waits for. forked: has
-        been recorded."""
-        columns = beside.cuda_stream, forked.cuda_event
+    def set_beside(
+        self, beside: torch.cuda.Stream, forked: torch.cuda.Event, is_all: bool
+    ) -> None:
+        """Where passes of resolve run that nothing of the step waits for; is_all: all,
+        and those of states written. forked: has been recorded."""
+        columns = beside.cuda_stream, forked.cuda_event, is_all
         self.tables[self._beside] = torch.tensor(columns)
 
     @property
