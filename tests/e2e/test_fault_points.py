@@ -24,14 +24,7 @@ from vllm.v1.worker import gpu_model_runner
 
 from tests.helpers import seam, worker_probe
 from tests.helpers.drafters import ScriptedDrafter, mixture, truth_of
-from tests.helpers.engine import (
-    Engine,
-    Request,
-    Result,
-    assert_same,
-    counts,
-    prompt,
-)
+from tests.helpers.engine import Engine, Request, Result, assert_same, counts, prompt
 from tests.helpers.environment import REPO, nwor_settings
 from tests.helpers.logs import nwor_log
 from tests.helpers.oracle import SnapshotOracle

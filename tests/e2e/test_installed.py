@@ -18,13 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.environment import REPO, VARIABLES, model_path
-from tests.unit.test_packaging import (
-    DOCTOR,
-    Environment,
-    build,
-    contents,
-    run,
-)
+from tests.unit.test_packaging import DOCTOR, Environment, build, contents, run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -144,10 +138,7 @@ def test_without_compiler_and_rights(wheel, make_environment, path, tmp_path):
 
 @pytest.mark.nightly
 def test_vllm_is_upgraded_and_downgraded_under_it(
-    wheel,
-    make_environment,
-    path,
-    tmp_path,
+    wheel, make_environment, path, tmp_path
 ):
     """A second environment with another vLLM runs at the same time. pip has no
     complaint about this package."""

@@ -345,12 +345,7 @@ def test_a_request_without_a_seat_is_left_alone(device, seats):
 @pytest.mark.parametrize("form", AcceptanceForm)
 @pytest.mark.parametrize(
     ("seats", "staged"),
-    [
-        (None, [0, 1]),
-        ([0, 1, 2, 3], [0, 1]),
-        ([5, 0, -1, 1], [1]),
-        ([2, 3, 4, 5], []),
-    ],
+    [(None, [0, 1]), ([0, 1, 2, 3], [0, 1]), ([5, 0, -1, 1], [1]), ([2, 3, 4, 5], [])],
 )
 def test_a_step_of_more_requests_than_seats(device, seats, staged, form):
     """Windows with a seat are staged; those without one, and one that has to be left

@@ -113,8 +113,7 @@ HOLD = [
 
 
 @pytest.mark.parametrize(
-    ("fact", "old", "new", "message"),
-    [*MISMATCHES, *((*one, None) for one in HOLD)],
+    ("fact", "old", "new", "message"), [*MISMATCHES, *((*one, None) for one in HOLD)]
 )
 def test_a_mismatch_is_named(fact, old, new, message):
     files = {"vllm/m.py": SMALL, "vllm/base.py": BASE}

@@ -16,14 +16,7 @@ import pytest
 
 from tests.helpers.environment import run_python
 from vllm_nwor.audit import conformance
-from vllm_nwor.audit.conformance import (
-    CASES,
-    State,
-    conclude,
-    judge,
-    play,
-    results,
-)
+from vllm_nwor.audit.conformance import CASES, State, conclude, judge, play, results
 from vllm_nwor.audit.connector_bench import Report, Request
 
 
@@ -128,9 +121,7 @@ def ends(name: str) -> list[dict[str, Any]]:
 
 def test_a_process_that_dies_takes_one_case_with_it(monkeypatch) -> None:
     reports, asked = played(
-        monkeypatch,
-        [*ends("store_load"), {"begins": "evicted"}],
-        ends("sleep"),
+        monkeypatch, [*ends("store_load"), {"begins": "evicted"}], ends("sleep")
     )
     assert asked == [["store_load", "evicted", "sleep"], ["sleep"]]
     died = {name: report.died for name, report in reports.items()}

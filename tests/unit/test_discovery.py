@@ -16,11 +16,7 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.v1.kv_cache_interface import (
-    CrossAttentionSpec,
-    FullAttentionSpec,
-    MambaSpec,
-)
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, MambaSpec
 
 from tests.helpers import reach
 from tests.helpers.logs import nwor_log

@@ -419,8 +419,7 @@ def test_a_seat_has_as_many_blocks_as_drafts_can_touch(block_size):
 @example(num_seats=1, moves=[(0, 0), (0, 1), (9, 2), (4, 0), (9, 1)])
 # Between two such steps one request comes and another one, with a seat, ends.
 @example(
-    num_seats=4,
-    moves=[*[(0, 0)] * 5, (0, 16), (0, 0), (0, 0), (0, 23), (0, 0), (0, 8)],
+    num_seats=4, moves=[*[(0, 0)] * 5, (0, 16), (0, 0), (0, 0), (0, 23), (0, 0), (0, 8)]
 )
 def test_free_seats_are_assigned_and_kept(num_seats, moves):
     """With vLLM's own request states, which assign the most recently freed index

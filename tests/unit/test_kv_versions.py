@@ -27,13 +27,7 @@ import vllm_nwor
 from tests.helpers.engine import NUM_DRAFTS
 from tests.helpers.environment import nwor_settings
 from tests.helpers.runner_probe import unwrap_instance
-from tests.integration.test_commits import (
-    BLOCK,
-    SHARED,
-    Worker,
-    add,
-    make_scheduler,
-)
+from tests.integration.test_commits import BLOCK, SHARED, Worker, add, make_scheduler
 from vllm_nwor import Commit, KvVersionSpan, commits, kv_versions
 from vllm_nwor.commits import Registration
 from vllm_nwor.config import NworConfigError

@@ -14,12 +14,7 @@ import pytest
 import yaml
 
 from tests.helpers import monitoring
-from vllm_nwor.metrics import (
-    AUDIT_COUNTERS,
-    COUNTERS,
-    VERSION_COUNTERS,
-    WEIGHT_CHANGES,
-)
+from vllm_nwor.metrics import AUDIT_COUNTERS, COUNTERS, VERSION_COUNTERS, WEIGHT_CHANGES
 
 ROOT = Path(__file__).resolve().parents[2]
 MONITORING = ROOT / "tools" / "monitoring"

@@ -76,7 +76,7 @@ BAD = {
         *(more(f"{NWOR}audit_findings"), (f"{NWOR}audit_findings", None)),
     ],
     "KV blocks free": [
-        *(("idle/running", 1.0), ("idle/waiting", 1.0), ("idle/kv_cache_usage", 0.004)),
+        *(("idle/running", 1.0), ("idle/waiting", 1.0), ("idle/kv_cache_usage", 0.004))
     ],
     "memory flat": [grown(1.2)],
     "log": [("log/errors", ["ERROR x"])],

@@ -14,13 +14,7 @@ from vllm_nwor.audit.findings import decode
 from vllm_nwor.audit.requests import Identity, Requests, seed_of
 from vllm_nwor.base import errors
 from vllm_nwor.hooks import weights
-from vllm_nwor.hooks.weights import (
-    ModelWeights,
-    addresses_of,
-    digest,
-    sample,
-    words_of,
-)
+from vllm_nwor.hooks.weights import ModelWeights, addresses_of, digest, sample, words_of
 from vllm_nwor.layout.caches import Loads
 from vllm_nwor.step import Adapter, Weights
 

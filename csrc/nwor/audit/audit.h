@@ -379,7 +379,10 @@ struct AuditSnapshotArgs : AuditGroup {
   bool again;
 };
 
-// The launchers; there is one for each of these arguments.
+// The launchers, and the names of their arguments.
+#define NWOR_AUDIT_CALLS(of)                                                      \
+  of(Seat) of(Plan) of(Reseed) of(Resolve) of(Blocks) of(Snapshot) of(StatesRead) \
+      of(StatesWritten)
 template <typename Args>
 void audit_cpu(const Args& args);
 #ifdef NWOR_CUDA

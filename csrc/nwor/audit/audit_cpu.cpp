@@ -172,13 +172,7 @@ template <typename Args>
 void audit_cpu(const Args& args) {
   call(Cpu{Args::kOp}, args);
 }
-template void audit_cpu(const AuditSeatArgs&);
-template void audit_cpu(const AuditPlanArgs&);
-template void audit_cpu(const AuditReseedArgs&);
-template void audit_cpu(const AuditResolveArgs&);
-template void audit_cpu(const AuditBlocksArgs&);
-template void audit_cpu(const AuditSnapshotArgs&);
-template void audit_cpu(const AuditStatesReadArgs&);
-template void audit_cpu(const AuditStatesWrittenArgs&);
+#define NWOR_OF(name) template void audit_cpu(const Audit##name##Args&);
+NWOR_AUDIT_CALLS(NWOR_OF)
 
 }  // namespace nwor

@@ -358,13 +358,7 @@ void audit_cuda(const Args& args, int device, void* stream) {
          WrittenStates>(gpu);
   }
 }
-template void audit_cuda(const AuditSeatArgs&, int, void*);
-template void audit_cuda(const AuditPlanArgs&, int, void*);
-template void audit_cuda(const AuditReseedArgs&, int, void*);
-template void audit_cuda(const AuditResolveArgs&, int, void*);
-template void audit_cuda(const AuditBlocksArgs&, int, void*);
-template void audit_cuda(const AuditSnapshotArgs&, int, void*);
-template void audit_cuda(const AuditStatesReadArgs&, int, void*);
-template void audit_cuda(const AuditStatesWrittenArgs&, int, void*);
+#define NWOR_OF(name) template void audit_cuda(const Audit##name##Args&, int, void*);
+NWOR_AUDIT_CALLS(NWOR_OF)
 
 }  // namespace nwor

@@ -108,7 +108,6 @@ class Bench:
         self.names = [layer.name for layer in self.layers]
         self.scheduler = core.engine_core.scheduler
         self.num_steps = 0
-        # Requests. outputs: vLLM's last one of each.
         self.added: list[str] = []
         self.outputs: dict[str, Any] = {}
         self.preempted: set[str] = set()

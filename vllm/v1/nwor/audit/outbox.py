@@ -84,7 +84,6 @@ class Outbox:
         self._found = Found()
         # Blocks whose load failed: perhaps they hold what they held before.
         self._failed: set[int] = set()
-        # An asynchronous output is read by a thread of its own.
         self._lock = threading.Lock()
 
     def claim(self) -> Slot:
@@ -190,10 +189,7 @@ class Outbox:
             self._filled.append(Filled(place, step, *found))
 
     def take(
-        self,
-        through: int,
-        until: int | None = None,
-        failed: Collection[int] = (),
+        self, through: int, until: int | None = None, failed: Collection[int] = ()
     ) -> Found:
         """What has come since the last call. through: waits for what was sent by then,
         as num_sent counts, and never for a later step, which may not have begun. until:

@@ -43,9 +43,8 @@ from .tables import FILLED, GIVEN, STORED, AuditedGroup
 NOBODY = 0
 # Bytes of a hit that are compared when it is taken over, in budgets of a step.
 HIT_BUDGETS = 4
-# The step from which on a second stream is used. One that vLLM's warm-up had used
-# before the CUDA graphs were captured made each later launch in the main stream take
-# 1 us longer (vLLM 0.33.0, H200); with one that was first used later none did.
+# The step from which on there is a second stream. Where vLLM's warm-up had used it
+# before the CUDA graphs were captured, each launch in the main stream took 1 us longer.
 BESIDE_FROM = 64
 
 # As RunnerCaches.text_of.
@@ -90,8 +89,7 @@ class Audit:
         # Of the open step: its metadata, and what keeps the addresses there alive.
         self._states_read: tuple[torch.Tensor, Any] | None = None
         self.beside_from = 0
-        # What the second stream may still read of vLLM's.
-        self._lent: object = None
+        self._lent: object = None  # of vLLM's: the second stream may still read it
         self.fingerprints = Fingerprints(self.groups[0].records.device)
         about = self.groups, self.requests, self.fingerprints, states
         self.outbox = Outbox(*about, store_is_own, handovers)
@@ -131,7 +129,7 @@ class Audit:
         forked.record()
         self.outbox.stream, self._forked = beside, forked
         for group in self.groups:
-            group.set_beside(beside, forked, is_all)
+            group.set_beside(beside.cuda_stream, forked.cuda_event, is_all)
 
     def restart(self, budget_bytes: int) -> None:
         """Restarts after steps that the audit did not see. No request may be running.
@@ -444,8 +442,7 @@ class Audit:
         self._open = None
         self._identify(step.num_tokens)
         self.requests.settle()
-        if 0 < self.beside_from <= self.step:
-            self.beside_from = 0
+        if self.outbox.stream is None and 0 < self.beside_from <= self.step:
             # The V1 runner writes to what its states' metadata refers to.
             self._run_beside(step.state_indices is not None)
         fresh, self._fresh = self._fresh, {}

@@ -155,13 +155,10 @@ class AuditedGroup:
         columns = (0, 0) if words is None else (words.data_ptr(), len(words))
         self.tables[self._words] = torch.tensor(columns)
 
-    def set_beside(
-        self, beside: torch.cuda.Stream, forked: torch.cuda.Event, is_all: bool
-    ) -> None:
+    def set_beside(self, stream: int, forked: int, is_all: bool) -> None:
         """Where passes of resolve run that nothing of the step waits for; is_all: all,
         and those of states written. forked: has been recorded."""
-        columns = beside.cuda_stream, forked.cuda_event, is_all
-        self.tables[self._beside] = torch.tensor(columns)
+        self.tables[self._beside] = torch.tensor((stream, forked, is_all))
 
     @property
     def num_bytes(self) -> int:
