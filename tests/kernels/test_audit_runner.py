@@ -171,6 +171,11 @@ def test_what_runs_beside_a_step_ends_with_it(monkeypatch, ends):
         else:
             begins_next(world)
     arrival.wait.assert_called_once_with()
+    # Of a step that failed before its end there is no event.
+    outbox._claimed = slot
+    with patch.object(torch.cuda, "current_stream") as current:
+        outbox.join()
+    current().wait_stream.assert_called_once_with(beside)
 
 
 def test_a_second_stream_is_first_used_late(monkeypatch):

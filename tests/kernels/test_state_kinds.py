@@ -92,6 +92,7 @@ def a_runner(backend: str, device: Any = "cpu", **changes: Any) -> Any:
         compilation_config=SimpleNamespace(static_forward_context={LAYER: layer}),
         vllm_config=SimpleNamespace(
             cache_config=SimpleNamespace(**changes),
+            speculative_config=None,
             parallel_config=SimpleNamespace(use_ubatching=use_ubatching),
         ),
     )

@@ -369,6 +369,7 @@ def test_cells_are_commands_that_bench_vllm_takes():
         assert engine["kv_cache_memory_bytes"] == 96
         assert engine.get("block_size", 0) == cell.block_size
         assert engine.get("kv_transfer_config") == cell.connector
+        assert engine["enable_prefix_caching"] is cell.cached
         mean = statistics.mean(options.acceptance or [0])
         assert mean == pytest.approx(cell.acceptance / 100)
 

@@ -187,6 +187,9 @@ def test_rings_of_the_drafter_are_left_out():
     found.drafter = SimpleNamespace(_draft_attn_layer_names={"ring"})
 
     assert described(found).refusal == "all its rings are the drafter's"
+    spec = states.kv.MambaSpec(block_size=8, shapes=((1,),), dtypes=(torch.float32,))
+    found.kv_cache_config.kv_cache_groups[1].kv_cache_spec = spec
+    assert described(found).refusal == "all its layers are the drafter's"
 
 
 def test_rings_that_cannot_be_found_are_refused():

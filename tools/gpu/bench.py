@@ -53,8 +53,8 @@ class Cell:
     order. true_off: how often an engine that never loaded NWOR is started before it, at
     its first batch size; the last is compared. Whoever compiles first gets fewer KV
     blocks: their number is compared only after a second start. block_size: in tokens;
-    0: vLLM's. connector: its kv_transfer_config. against: what is compared with an
-    unhooked one."""
+    0: vLLM's. cached: --cached-prompts. connector: its kv_transfer_config. against:
+    what is compared with an unhooked one."""
 
     name: str
     runner: str
@@ -68,6 +68,7 @@ class Cell:
     max_num_seqs: int = 64
     true_off: int = 0
     block_size: int = 0
+    cached: bool = False
     connector: Mapping[str, Any] | None = None
     against: str = "stage"
 
@@ -88,6 +89,7 @@ class Cell:
         words = [_READ["common"], _READ["drafters"][self.method]]
         words += [f"{name} {value}" for name, value in options.items() if value]
         words.append("--true-off" if self.true_off else "--no-true-off")
+        words += ["--cached-prompts"] * self.cached
         more = ["--kv-transfer-config", json.dumps(self.connector)]
         return " ".join(words).split() + more * bool(self.connector)
 
@@ -100,8 +102,7 @@ BUDGETED = tuple(cell.name for cell in CELLS[:5])
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
     """The parser of a program with this docstring; CELL is a name in BY_NAME."""
     made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    text = ", ".join(BY_NAME)
-    made.add_argument("cell", choices=BY_NAME, metavar="CELL", help=text)
+    made.add_argument("cell", choices=BY_NAME, metavar="CELL", help=", ".join(BY_NAME))
     return made
 
 

@@ -46,8 +46,7 @@ OUR_KERNEL = re.compile(r"nwor::.*?(\w+)_kernel\b(?:<[^>]*?(\w+)>)?")
 # and after the kernel that precedes it.
 BEFORE_US, AFTER_US = 20, 140
 STEP_PARTS = "theirs_us", "alone_us", "idle_us"
-# Of device_times: to read one run's events takes the profiler seconds.
-PROFILED_ROUNDS = 2
+PROFILED_ROUNDS = 2  # to read one run's events takes the profiler seconds
 
 
 class HookTimes:
@@ -215,7 +214,6 @@ def profile(
     hooks = HookTimes()
     hooks.watch()
     engine, about = bench.start(first, max(batches))
-    # The baseline, and what the cell is about last.
     arms = bench_vllm.arms_of(first)[: 2 if first.audits else None]
     resolved = {group["resolved"] for group in engine.report()["groups"]}
     if not first.audits and "stage" not in resolved:

@@ -265,7 +265,8 @@ template <typename Pass>
 __global__ void __launch_bounds__(kThreadsOf<Pass>, kBlocksOf<Pass>)
     audit_kernel(const __grid_constant__ Pass pass) {
   // Not where the other stream begins: what comes next in this one is vLLM's.
-  const bool forks = std::is_same_v<Pass, CheckRequests> && pass.beside != nullptr;
+  const bool forks = (std::is_same_v<Pass, CheckRequests> && pass.beside != nullptr) ||
+                     (std::is_same_v<Pass, WrittenStates> && pass.is_all_beside);
   wait_for_stream(kIsFollowed<Pass> && !forks);
   Block<kThreadsOf<Pass>> team;
   pass(team);

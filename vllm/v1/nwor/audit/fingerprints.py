@@ -8,8 +8,7 @@ again: content decides.
 
 A parameter that was moved may have been freed, and reading freed memory can end a GPU's
 process. So the host first compares the parameters' addresses; if one differs, nothing
-is read, which is such a reason, too. Between that check and the read lies what vLLM
-computes in this step: it reads the same parameters, in the same stream.
+is read, which is such a reason, too. vLLM's step, in between, reads the same ones.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ from .state import Audit
 logger = logging.getLogger("vllm.v1.nwor")
 
 NAME = "audit"
-# Steps without findings are reported together, at least this often.
-REPORT_SECONDS = 1.0
+REPORT_SECONDS = 1.0  # between reports of steps without findings, at most
 
 Result = TypeVar("Result")
 

@@ -87,8 +87,7 @@ class Outbox:
         self._lock = threading.Lock()
 
     def claim(self) -> Slot:
-        """Where the ops of this step shall write. Then `sent`; if that is
-        not called, the next claim gives the same."""
+        """Where this step's ops shall write. Without `sent` the next gives the same."""
         with self._lock:
             if len(self._on_their_way) == NUM_SLOTS:
                 self._arrive(waits=True)
@@ -109,9 +108,11 @@ class Outbox:
     def join(self) -> None:
         """The current stream waits for what was sent last. Call before something may
         write to the caches, or to the tables: at a step's end, before a transfer."""
-        if (event := self._unjoined) is not None:
-            self._unjoined = None
+        event, self._unjoined = self._unjoined, None
+        if event is not None:
             event.wait()
+        elif self._claimed is not None and self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)  # a step failed
 
     def add_failed(self, num_slots: int) -> None:
         """Of loads whose request was never seated, or begins without them."""

@@ -94,7 +94,10 @@ def is_ring(spec: Any) -> bool:
 def _group(runner: Any, gid: int, group: Any) -> StateGroup:
     spec, config = group.kv_cache_spec, runner.vllm_config
     modules = runner.compilation_config.static_forward_context
-    layers = {name: modules[name] for name in group.layer_names}
+    drafters = draft_layer_names(runner)
+    layers = {name: modules[name] for name in group.layer_names if name not in drafters}
+    if not layers:
+        return StateGroup(gid, (), "all its layers are the drafter's")
     backends = {layer.get_attn_backend().get_name() for layer in layers.values()}
     backend = ", ".join(sorted(backends))
     if refusal := _refusal(spec, config, backend):
