@@ -131,9 +131,7 @@ def build_parser() -> argparse.ArgumentParser:
     choose("runner", ("auto", "v1", "v2"), "auto", "vLLM's model runner on cuda")
     text = "always make --max-tokens tokens"
     parser.add_argument("--ignore-eos", action="store_true", help=text)
-    text = (
-        "keep prompts in the prefix cache: from the second run on they are found there"
-    )
+    text = "keep prompts in the prefix cache, where all runs that count find them"
     parser.add_argument("--cached-prompts", action="store_true", help=text)
     text = "compare also with an engine that never loaded NWOR (yes)"
     both = argparse.BooleanOptionalAction

@@ -214,6 +214,7 @@ def profile(
     hooks = HookTimes()
     hooks.watch()
     engine, about = bench.start(first, max(batches))
+    # The baseline, and what the cell is about last.
     arms = bench_vllm.arms_of(first)[: 2 if first.audits else None]
     resolved = {group["resolved"] for group in engine.report()["groups"]}
     if not first.audits and "stage" not in resolved:

@@ -231,7 +231,7 @@ struct AuditGroup {
   // runs there, beside the drafter's model. nullptr: in the stream of the step.
   void* beside;
   void* forked;
-  int64_t is_all_beside;  // what a step's sampling begins, else only what reads caches
+  int64_t is_all_beside;  // all that follows sampling; 0: only what reads caches
 
   NWOR_HOST_DEVICE int64_t num_slots() const { return num_blocks * block_size; }
   NWOR_HOST_DEVICE BlockDigest* digest_at(int64_t row) const {

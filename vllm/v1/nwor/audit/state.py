@@ -44,7 +44,7 @@ NOBODY = 0
 # Bytes of a hit that are compared when it is taken over, in budgets of a step.
 HIT_BUDGETS = 4
 # The step from which on there is a second stream. Where vLLM's warm-up had used it
-# before the CUDA graphs were captured, each launch in the main stream took 1 us longer.
+# before the CUDA graphs were captured, vLLM's launches in the main stream began later.
 BESIDE_FROM = 64
 
 # As RunnerCaches.text_of.
