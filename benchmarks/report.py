@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,10 @@ import numpy
 from benchmarks import ab, reach, records, settings, summary
 from benchmarks.ab import CONTROL, Interval
 from benchmarks.records import Line
+
+# Rated bandwidth of a GPU's memory; goals of `longer_by`.
+BYTES_A_US = {"H100": 3.35e6, "H200": 4.8e6}
+LAUNCHES_US, LOST_GOAL = 10, 0.002
 
 FOLDER = Path(__file__).with_name("templates")
 TEMPLATES = jinja2.Environment(
@@ -153,11 +157,37 @@ def real_model(line: Line) -> str:
     return "" if line["model"].startswith(settings.SHAPE) else f", {line['model']}"
 
 
+def prompts(line: Line) -> str:
+    """Their tokens."""
+    return line["arguments"]["context"] or " to ".join(map(str, line["prompt_tokens"]))
+
+
 def slot_bytes(line: Line) -> int:
     """Bytes of a slot in all layers, as they follow from the shape."""
     shape = settings.SHAPES[line["model"].removeprefix(settings.SHAPE)]
     of_layer = 2 * 2 * shape["num_key_value_heads"] * shape["head_dim"]
     return of_layer * shape["num_hidden_layers"]
+
+
+def longer_by(line: Line) -> dict[str, list[float]]:
+    """By mode, and for the control, by how many microseconds a step is longer, with the
+    ends of the interval: low, median, high; then the goal (results/README.md)."""
+    of = line["summary"]
+    step_us = of["nwor"]["stage"]["host"]["step_us_median"]
+    found = {
+        name: [step_us / ratio[end] - step_us for end in ("high", "median", "low")]
+        for name, ratio in of["ratio"].items()
+    }
+    for mode, done in of["nwor"].items():
+        # Every draft is copied to the log but for those of staged windows.
+        moved = of["nwor"]["cow"]["logged_bytes"] / of["nwor"]["cow"]["staged"]
+        moved *= done["staged"] * (1 - done["shadow_windows"] / done["windows"])
+        for copied in ("restored_bytes", "shadow_copied_bytes", "committed_bytes"):
+            moved += done[copied]
+        steps = done["host"]["num_begins"] * done["num_runs"] / done["host"]["num_runs"]
+        us = 2 * moved / steps / BYTES_A_US[device(line)]  # read and written
+        found[mode].append(min(us + LAUNCHES_US, step_us * LOST_GOAL))
+    return found
 
 
 def once(lines: Sequence[Line], *names: str) -> list[Line]:
@@ -177,24 +207,11 @@ def run_interval(runs: Sequence[Sequence[float]]) -> Interval | None:
     """The median of all samples and the interval of the bootstrap that draws whole
     runs: samples of one run are not independent, so that an interval over samples would
     be too narrow. None of a single run, which says nothing of another."""
-    if len(runs) < 2:
-        return None
-    from scipy import stats
 
-    def median(drawn: Any) -> float:
-        return float(numpy.median(numpy.concatenate([runs[int(i)] for i in drawn])))
+    def medians(drawn: Any) -> list[Any]:
+        return [numpy.median(numpy.concatenate([runs[i] for i in of])) for of in drawn]
 
-    numbers = numpy.arange(len(runs))
-    found = stats.bootstrap(
-        (numbers,),
-        median,
-        vectorized=False,
-        n_resamples=ab.NUM_RESAMPLES,
-        confidence_level=ab.CONFIDENCE_PERCENT / 100,
-        method="percentile",
-        rng=0,
-    ).confidence_interval
-    return Interval(median(numbers), float(found.low), float(found.high))
+    return ab.bootstrap(len(runs), medians) if len(runs) > 1 else None
 
 
 def lost(runs: Sequence[Sequence[float]]) -> str:
@@ -205,14 +222,16 @@ def lost(runs: Sequence[Sequence[float]]) -> str:
     return f"{loss(middle)} % ({loss(found.high)} to {loss(found.low)})"
 
 
-def _ends(values: Sequence[int]) -> str:
-    """ "1 to 64"; "16" of equal ones. values: sorted."""
-    return " to ".join(map(str, sorted({values[0], values[-1]})))
+def ends(values: Iterable[int]) -> str:
+    """ "1 to 64"; "16" of equal ones."""
+    known = sorted(values)
+    return " to ".join(map(str, sorted({known[0], known[-1]})))
 
 
-def costs(lines: Sequence[Line]) -> Iterator[dict[str, str]]:
-    """A row for each vLLM, runner, model, drafter and mode, of the lines with the
-    kernels that are in the tree; of older lines where there are no others."""
+def costs(lines: Sequence[Line]) -> Iterator[dict[str, Any]]:
+    """A row for each vLLM, runner, model and drafter (key) and mode, of the lines with
+    the kernels that are in the tree; of older lines where there are no others. runs,
+    itself: ratios by engine start, of the mode and of the control."""
     groups: dict[tuple[str, ...], list[Line]] = {}
     for line in comparing(lines, "cow stage"):
         of = line["key"]
@@ -220,39 +239,17 @@ def costs(lines: Sequence[Line]) -> Iterator[dict[str, str]]:
         groups.setdefault(key, []).append(line)
     for key, all_of in sorted(groups.items()):
         of = [line for line in all_of if records.is_current(line)] or all_of
-        batches = sorted({line["key"]["batch"] for line in of})
         for mode in of[0]["key"]["mode"].split():
-            worst = min(of, key=lambda one: one["summary"]["ratio"][mode]["median"])
-            verdicts = [verdict(line, mode) for line in of]
-            missed, unclear = map(verdicts.count, ("**missed**", "not resolved"))
-            spent = sorted(round(host_us(line, mode)) for line in of)
-            runs = records.ratios(of, mode)
-            mark = "" if records.is_current(of[0]) else f" {reach.OLDER}"
-            where, of_worst = worst["key"], worst["summary"]["ratio"]
             yield {
-                "name": f"{key[0]}-{key[1]}",
-                "vllm": key[0] + mark,
-                "runner": f"{key[1]}, {key[3]}{key[2]}",
-                "batch": _ends(batches),
+                "key": key,
                 "mode": mode,
-                "lost": lost(runs),
-                "control": lost(records.ratios(of, CONTROL)),
-                "worst": f"{loss(of_worst[mode]['median'])} % ({where['drafts']} "
-                f"drafts, {accepted(worst)} accepted, batch {where['batch']}, "
-                f"{device(worst)}; vLLM itself {loss(of_worst[CONTROL]['median'])} %)",
-                "budget": f"{len(of) - unclear - missed}, {unclear}, "
-                f"{f'**{missed}**' if missed else 0}",
-                "host": f"{_ends(spent)} us",
-                "runs": f"{len(runs)}",
+                "of": of,
+                "runs": records.ratios(of, mode),
+                "itself": records.ratios(of, CONTROL),
             }
 
 
 # -- templates -------------------------------------------------------------------------
-
-
-def _mutations() -> dict[str, Any]:
-    path = records.RESULTS / "mutation_check.json"
-    return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 TEMPLATES.filters |= {
@@ -262,7 +259,9 @@ TEMPLATES.filters |= {
 }
 TEMPLATES.filters["own_process"] = summary.own_process
 TEMPLATES.tests["current"] = records.is_current
-TEMPLATES.globals |= {"summary": summary, "reach": reach, "mutations": _mutations}
+MUTATIONS = records.RESULTS / "mutation_check.json"
+TEMPLATES.globals |= {"summary": summary, "reach": reach}
+TEMPLATES.globals["mutations"] = lambda: json.loads(MUTATIONS.read_text("utf-8"))
 
 
 def rendered(view: str, lines: Sequence[Line] | None = None, **content: Any) -> str:

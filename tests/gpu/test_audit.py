@@ -26,18 +26,9 @@ FAULTY, MENDED = "faulty", "mended"
 
 
 def entries(spec: EngineSpec, chain: Chain) -> dict[str, Any]:
-    keys = (
-        "clean",
-        "flipped",
-        "lost",
-        "found",
-        "audit",
-        "taken",
-        "named",
-        "padded",
-        "shared",
-    )
-    keys += ("differences", "is_faulty", "cached", "num_steps", "hits", "preempted")
+    keys = "clean", "flipped", "lost", "found", "audit", "taken", "named", "padded"
+    keys += "shared", "differences", "is_faulty", "cached", "num_steps", "hits"
+    keys += ("preempted",)
     return {
         spec.name if state == ON else f"{spec.name}-{state}": run.entry(
             *(key for key in keys if key in run.report)

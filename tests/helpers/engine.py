@@ -15,6 +15,7 @@ import ctypes
 import functools
 import gc
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -184,6 +185,12 @@ class Engine(Player, Observer):
     def audit(self) -> Any:
         """The audit of this runner, or None."""
         return observer_of(self.runner, "audit")
+
+    def audited(self) -> Counter[str]:
+        """The audit's counts so far, but for steps."""
+        counts = Counter(self.audit.findings.totals())
+        del counts["steps"]
+        return counts
 
     @property
     def infos(self) -> Any:

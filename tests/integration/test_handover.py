@@ -91,13 +91,11 @@ class World:
     ) -> dict[str, int]:
         """The decode instance loads it. Returns the rise of its audit's counts. keeps:
         what is in its cache."""
-        before = self.totals(self.decode)
+        before = self.decode.audited()
         if not keeps:
             self.decode.llm.reset_prefix_cache()
         self.ask(self.decode, f"text{text}", prompt(text, length), 4, params, salt)
-        after = self.totals(self.decode)
-        rise = {name: after[name] - before.get(name, 0) for name in after}
-        return {name: n for name, n in rise.items() if n and name != "steps"}
+        return self.decode.audited() - before
 
     def ask(
         self,
@@ -111,9 +109,6 @@ class World:
         # The connector changes its own.
         extra = {"extra_args": {"kv_transfer_params": {**params}}} if params else {}
         return engine.run([Request(name, text, number, params=extra, salt=salt)])
-
-    def totals(self, engine: Engine) -> dict[str, int]:
-        return dict(engine.audit.findings.totals())
 
     def files(self, params: dict[str, Any]) -> list[Path]:
         return sorted(self.path.glob(f"{params[ID]}-*.pt"))
@@ -264,9 +259,9 @@ def test_without_a_secret_nothing_is_sent_and_nothing_used(asynchronous):
     alone = world.engine("async", NO_SECRET)
     result = world.ask(alone, "a", prompt(text, LENGTH), 1, {"do_remote_decode": True})
     assert result.transfer_params["a"].keys() == params.keys() - {"nwor"}
-    before, other = world.totals(alone), next(seeds)
+    before, other = alone.audited(), next(seeds)
     world.ask(alone, "b", prompt(other, LENGTH), 2, world.given(other))
-    after = world.totals(alone)
+    after = alone.audited()
     assert after["unverified"] - before["unverified"] == LENGTH - 1
     assert not any(name.startswith("handover") for name in after)
 
@@ -284,7 +279,7 @@ def test_under_raise_only_authenticated_digests_end_the_engine(asynchronous, dig
     is_right = digests == "right"
     with pytest.raises(AuditError, match=first) if is_right else nullcontext():
         world.ask(decode, "a", prompt(text, LENGTH), 4, params)
-    counts = world.totals(decode)
+    counts = decode.audited()
     assert counts["unverified"] == (0 if is_right else LENGTH - 1)
     assert counts.get("not_as_sent", 0) == is_right
     results = {"right": {"handover_wrong"}, "forged": {"handover_signature"}}

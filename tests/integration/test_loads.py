@@ -72,7 +72,7 @@ class World:
     def ask(self, *texts: int) -> dict[str, int]:
         """Asks for each text, with nothing in the cache of the engine. Returns the rise
         of the audit's counts."""
-        before = self.totals()
+        before = self.engine.audited()
         self.engine.llm.reset_prefix_cache()
         asked = {f"text{n}": n for n in texts}
         result = self.engine.run(
@@ -82,12 +82,7 @@ class World:
             self.engine.llm.step()  # FolderConnector gives its blocks back
         self.tokens = {n: result.tokens[name] for name, n in asked.items()}
         self.finish = {n: result.finish[name] for name, n in asked.items()}
-        after = self.totals()
-        rise = {name: after.get(name, 0) - before.get(name, 0) for name in after}
-        return {name: n for name, n in rise.items() if n and name != "steps"}
-
-    def totals(self) -> dict[str, int]:
-        return dict(self.engine.audit.findings.totals())
+        return self.engine.audited() - before
 
     def store(self, number: int) -> list[int]:
         """Stores so many new texts."""
@@ -418,9 +413,9 @@ def test_a_block_of_the_cache_in_front_of_a_load(world: World) -> None:
     world.engine.llm.reset_prefix_cache()
     short = Request("short", prompt(text, BLOCK_SIZE + 3), 2)
     world.engine.run([short])
-    before = world.totals()["verified"]
+    before = world.engine.audited()["verified"]
     world.engine.run([Request("long", prompt(text, LENGTH), 4)])
-    assert world.totals()["verified"] - before == SLOTS - BLOCK_SIZE
+    assert world.engine.audited()["verified"] - before == SLOTS - BLOCK_SIZE
     assert world.found() == []
 
 
@@ -510,7 +505,7 @@ def test_blocks_of_a_load_whose_request_ended(
     (text,) = slow.store(1)
     slow.engine.llm.reset_prefix_cache()
     aborted = Request("aborted", prompt(text, LENGTH), 4, abort_at=1)
-    before = slow.totals()
+    before = slow.engine.audited()
     arrived: list[Any] = []
     arrive = FolderConnector.arrive
 
@@ -523,7 +518,7 @@ def test_blocks_of_a_load_whose_request_ended(
     assert len(arrived) == 1
     slow.engine.run([Request(f"many{n}", prompt(n, 100), 60) for n in range(12)])
     assert slow.found() == []
-    assert slow.totals()["unverified"] == before["unverified"]
+    assert slow.engine.audited()["unverified"] == before["unverified"]
 
 
 # --- other engines --------------------------------------------------------------------

@@ -115,7 +115,7 @@ class World:
     ) -> dict[str, int]:
         """Asks for each text, with nothing in the cache of the engine. Returns the rise
         of the audit's counts."""
-        before = self.totals()
+        before = self.engine.audited()
         if resets:
             self.engine.llm.reset_prefix_cache()
         num_before = self.worker.num_loaded
@@ -123,12 +123,7 @@ class World:
         self.result = run(self.engine, requests)
         if num_loaded is not None:
             assert self.worker.num_loaded - num_before == num_loaded
-        after = self.totals()
-        rise = {name: n - before.get(name, 0) for name, n in after.items()}
-        return {name: n for name, n in rise.items() if n and name != "steps"}
-
-    def totals(self) -> dict[str, int]:
-        return dict(self.engine.audit.findings.totals())
+        return self.engine.audited() - before
 
     def store(self, *texts: Sequence[int]) -> list[list[int]]:
         """Stores these texts, or a new one."""
@@ -242,7 +237,7 @@ def test_eviction_preemption_and_aborts_are_silent(name: str, num_blocks: int) -
     result = run_with_few_blocks(few.engine)
     assert result.num_preemptions > 0
     assert few.worker.num_loaded > 0
-    assert few.totals()["verified"] > 0
+    assert few.engine.audited()["verified"] > 0
     assert few.found() == []
 
 
@@ -392,11 +387,8 @@ def test_digests_for_another_instance_are_of_attention_layers(tmp_path: Path) ->
     text = tuple(prompt(next(seeds), LENGTH))
     gives = {"extra_args": {"kv_transfer_params": {"do_remote_decode": True}}}
     for expected in ({}, world.verified):
-        before = Counter(world.totals())
+        before = world.engine.audited()
         world.engine.llm.reset_prefix_cache()
         run(world.engine, [Request("gives", text, 1, params=gives)])
-        found = {name: n - before[name] for name, n in world.totals().items()}
-        assert {
-            name: n for name, n in found.items() if n and name != "steps"
-        } == expected
+        assert world.engine.audited() - before == expected
     assert world.found() == []

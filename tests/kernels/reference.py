@@ -35,6 +35,22 @@ def random_bytes(num_bytes: int, seed: int) -> Tensor:
     return torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=generator)
 
 
+def launched(run: Callable[[], object]) -> list[str]:
+    """Names of what it does on the GPU; it neither waits for that nor allocates."""
+    torch.cuda.synchronize()
+    allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+    activities = torch.profiler.ProfilerActivity
+    both = [activities.CPU, activities.CUDA]
+    with torch.profiler.profile(activities=both) as profile:
+        run()
+        torch.cuda.synchronize()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+    keys = [event.key for event in profile.key_averages()]
+    assert not [k for k in keys if "Synchronize" in k and "Device" not in k], keys
+    on_device = torch.autograd.DeviceType.CUDA
+    return [e.name for e in profile.events() if e.device_type == on_device]
+
+
 def guarded(
     shape: Sequence[int],
     dtype: torch.dtype,

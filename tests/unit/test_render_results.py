@@ -108,24 +108,56 @@ def test_costs_are_of_these_kernels_and_name_the_worst_configuration():
     """Both columns rest on the same ratio of each configuration."""
     worst = measured(0.9, low=0.85, us=31, date="2026-11-28")
     lines = [measured(), worst, measured(0.5, 0.4, **OLD)]
-    cow, stage = report.costs(lines)
-    assert cow["vllm"] == "0.26.0"
-    assert cow["lost"] == "5.1 % (0.2 to 10.0)"
-    assert cow["worst"].startswith("10.0 % (4 drafts, ")
-    assert (cow["budget"], stage["budget"]) == ("1, 0, **1**", "2, 0, 0")
-    assert (cow["host"], cow["runs"]) == ("21 to 32 us", "2")
+    cow, stage = cells("costs", *lines, argument="0.26.0")
+    assert cow[0] == "0.26.0"
+    assert cow[4] == "5.1 % (0.2 to 10.0)"
+    assert cow[5].startswith("10.0 % (4 drafts, ")
+    assert (cow[7], stage[7]) == ("1, 0, **1**", "2, 0, 0")
+    assert cow[8:] == ["21 to 32 us", "2"]
+    assert cells("costs", *lines, argument="0.26.0-V1") == []
 
 
 def test_costs_of_older_kernels_are_marked_and_one_run_is_no_range():
     """Two batch sizes of one engine start are one run."""
     old = [measured(0.99, **OLD) for _ in range(2)]
     old[0]["key"]["batch"], old[1]["key"]["batch"] = 1, 64
-    row, _ = report.costs(old)
-    assert (row["vllm"], row["lost"]) == (f"0.26.0 {reach.OLDER}", "1.0 % (one run)")
+    row, _ = cells("costs", *old, argument="")
+    assert row[0] == f"0.26.0 {reach.OLDER}"
+    assert row[4] == "1.0 % (one run)"
     assert cells("throughput", old[0])[0][-1].endswith(reach.OLDER)
     (new,) = cells("throughput", measured(0.99))
     assert not new[-1].endswith(reach.OLDER)
-    assert new[12:14] == ["990 us", "10 us, 0 us"]  # the steps of 1.0 and 0.99
+
+
+@pytest.mark.parametrize(
+    ("step_us", "ratio", "shown"),
+    [  # 24 MB a step, read and written at 4.8 TB/s, are 10 us
+        (50_000, "1.0 0.9998 0.9997", "10 (0 to 15), 20: held"),
+        (50_000, "1.0 0.9998 0.999", "10 (0 to 50), 20: held?"),
+        (50_000, "0.9998 0.9995 0.999", "25 (10 to 50), 20: missed?"),
+        (50_000, "0.9995 0.999 0.998", "50 (25 to 100), 20: missed"),
+        (50_000, "1.01 1.005 1.002", "-249 (-495 to -100), 20: gained"),
+        (50_000, "1.01 1.005 1.0005", "-249 (-495 to -25), 20: held"),  # as the control
+        (5_000, "0.998 0.998 0.998", "10 (10 to 10), 10: missed"),  # 0.2 % is less
+    ],
+)
+def test_what_a_step_is_longer_by_is_held_against_its_bytes(step_us, ratio, shown):
+    """Half of the windows are logged in mode stage, too: 16 MB a step, 7 us."""
+    line = measured()
+    line["machine"]["gpu"], line["key"]["vllm"] = "NVIDIA H200", "0.33.0"
+    for name, values in {"cow": ratio, "control": "1.001 1.0 0.999"}.items():
+        ends = zip(("high", "median", "low"), map(float, values.split()), strict=True)
+        line["summary"]["ratio"][name] = dict(ends)
+    host = {"num_begins": 1, "num_runs": 1, "step_us_median": step_us}
+    done = {"windows": 100, "staged": 200, "num_runs": 2, "host": host}
+    done |= {"shadow_copied_bytes": 0, "committed_bytes": 0, "restored_bytes": 16e6}
+    cow = done | {"logged_bytes": 32e6, "shadow_windows": 0}
+    stage = done | {"logged_bytes": 0, "shadow_windows": 50}
+    line["summary"]["nwor"] = {"cow": cow, "stage": stage}
+    (row,) = cells("longer", line, argument="0.33.0")
+    assert row[4] == shown
+    assert row[5].endswith(f", {min(17, step_us / 500):.0f}: held?")
+    assert row[6:] == [f"-{step_us / 1000:.0f} to {step_us / 1000:.0f}", "50 %"]
 
 
 @pytest.mark.parametrize("lost", [0, 64])

@@ -429,31 +429,18 @@ class AuditPrometheus:
         }
         changes = create(counter_cls, WEIGHT_CHANGES, WEIGHT_CHANGES_HELP, "route")
         handovers = create(counter_cls, "audit_handovers", HANDOVERS_HELP, "result")
-        self._changes = {
-            engine: {route: changes.labels(*values, route) for route in WEIGHT_ROUTES}
-            for engine, values in label_values.items()
-        }
-        versions = {
-            name: create(counter_cls, name, text)
-            for name, text in VERSION_COUNTERS.items()
-        }
-        self._versions = {
-            engine: {name: found.labels(*values) for name, found in versions.items()}
-            for engine, values in label_values.items()
-        }
-        # Engine index -> counters by the names of a payload.
+        for name, text in VERSION_COUNTERS.items():
+            others[name] = create(counter_cls, name, text)
+        # Engine index -> counters by their names in a report.
         self._counters = {
             engine: {name: found.labels(*values) for name, found in others.items()}
             | {kind: findings.labels(*values, kind) for kind in FINDINGS}
             | {f"{HANDOVER}{r}": handovers.labels(*values, r) for r in HANDOVERS}
-            | {ADAPTER_ROUTE: changes.labels(*values, ADAPTER_ROUTE)}
+            | {r: changes.labels(*values, r) for r in (*WEIGHT_ROUTES, ADAPTER_ROUTE)}
             for engine, values in label_values.items()
         }
 
     def add(self, report: Mapping[str, Any], engine: int) -> None:
-        for name, count in report.get("audit", {}).items():
-            self._counters[engine][name].inc(count)
-        for route, count in report.get(WEIGHT_CHANGES, {}).items():
-            self._changes[engine][route].inc(count)
-        for name, count in report.get(VERSIONS, {}).items():
-            self._versions[engine][name].inc(count)
+        for field in ("audit", WEIGHT_CHANGES, VERSIONS):
+            for name, count in report.get(field, {}).items():
+                self._counters[engine][name].inc(count)

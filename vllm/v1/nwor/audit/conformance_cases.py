@@ -267,18 +267,8 @@ def sleep(bench: Bench) -> None:
 
 
 _BASE = (
-    store_load,
-    evicted,
-    longer_local,
-    partial_tail,
-    chunked_prompt,
-    rejected_drafts,
-    preemption,
-    abort_loading,
-    one_prefix,
-    cache_salt,
-    sleep,
-    failed_load,
+    *(store_load, evicted, longer_local, partial_tail, chunked_prompt, rejected_drafts),
+    *(preemption, abort_loading, one_prefix, cache_salt, sleep, failed_load),
 )
 CASES = {
     **{play.__name__: Case(play) for play in _BASE},

@@ -105,9 +105,7 @@ VARIABLES = "plugins can declare environment variables"
 IN_VLLM = "this package is a part of vLLM"
 
 
-def _runner(
-    module: str, *more: str
-) -> tuple[HookTarget, HookTarget, HookTarget, HookTarget, HookTarget]:
+def _runner(module: str, *more: str) -> tuple[HookTarget, ...]:
     """The rows that both model runners have. more: parameters of initialize_kv_cache
     behind kv_cache_config."""
 
@@ -153,13 +151,6 @@ def _runner(
 
 
 V1_COMMON = _runner(V1_RUNNER, "is_profiling")
-(
-    V1_GET_KV_CACHE_SPEC,
-    V1_INITIALIZE_KV_CACHE,
-    V1_PROFILE_RUN,
-    V1_EXECUTE_MODEL,
-    V1_SAMPLE_TOKENS,
-) = V1_COMMON
 V1_SPEC_DECODE_METADATA = HookTarget(
     V1_RUNNER,
     "GPUModelRunner._calc_spec_decode_metadata",
@@ -184,13 +175,6 @@ V1_SAMPLE = HookTarget(
 )
 
 V2_COMMON = _runner(V2_RUNNER, "is_profiling?")  # vLLM 0.26 does not have it
-(
-    V2_GET_KV_CACHE_SPEC,
-    V2_INITIALIZE_KV_CACHE,
-    V2_PROFILE_RUN,
-    V2_EXECUTE_MODEL,
-    V2_SAMPLE_TOKENS,
-) = V2_COMMON
 V2_PREPARE_ATTN = HookTarget(
     V2_RUNNER,
     "GPUModelRunner.prepare_attn",
@@ -387,7 +371,8 @@ START_LOAD_KV = HookTarget(
 )
 
 # All of the above, in this order.
-METHODS = tuple(row for row in [*globals().values()] if isinstance(row, HookTarget))
+_OTHERS = [row for row in [*globals().values()] if isinstance(row, HookTarget)]
+METHODS = (*V1_COMMON, *V2_COMMON, *_OTHERS)
 
 
 def _attributes(runner: str) -> tuple[Change, ...]:

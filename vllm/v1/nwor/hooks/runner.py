@@ -127,12 +127,6 @@ def state_of(runner: Any) -> RunnerState | None:
     return state
 
 
-def observer_of(runner: Any, name: str) -> Any:
-    """The runner's observer of that name, or None."""
-    state = state_of(runner)
-    return None if state is None else state.named(name)
-
-
 def infos_of(runner: Any) -> list[tuple[Any, ...]]:
     """Rows of vllm:nwor_info, as plain data."""
     state = state_of(runner)
