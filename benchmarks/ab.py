@@ -72,8 +72,8 @@ def median_interval(values: Sequence[float]) -> Interval:
 class NworDone:
     """What NWOR did in a run.
 
-    counts: increments of its counters by name, and logged_bytes: staged drafts times
-    the log's bytes a draft, 0 where shadow blocks were used.
+    counts: increments of its counters by name, and logged_bytes: drafts without shadow
+    blocks times the log's bytes a draft.
     begin_us, commit_us: host times, one a step that had drafts, [num_windowed_steps].
     """
 

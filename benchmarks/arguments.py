@@ -131,7 +131,7 @@ def build_parser() -> argparse.ArgumentParser:
     choose("runner", ("auto", "v1", "v2"), "auto", "vLLM's model runner on cuda")
     text = "always make --max-tokens tokens"
     parser.add_argument("--ignore-eos", action="store_true", help=text)
-    text = "keep prompts in the prefix cache, where all runs that count find them"
+    text = "keep prompts in the prefix cache, where runs that count must find them"
     parser.add_argument("--cached-prompts", action="store_true", help=text)
     text = "compare also with an engine that never loaded NWOR (yes)"
     both = argparse.BooleanOptionalAction
@@ -164,6 +164,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     for name in ("against", "pairs_until_ci", "true_off"):
         is_given = getattr(options, name) is not None
         refuse(options, **{name: is_given and not compares and of_compare})
+    own = options.cached_prompts and (options.audits or options.kv_transfer_config)
+    refuse(options, cached_prompts=own and "allowed without audit and KV connector")
     needs_drafter = method in METHODS_WITH_MODEL
     has_default = method == "draft_model" and options.model is None
     drafter, rates, file = options.draft_model, options.acceptance, options.json

@@ -30,6 +30,7 @@ _DRAFTS = {
     "drafted": "vllm:spec_decode_num_draft_tokens",
     "accepted": "vllm:spec_decode_num_accepted_tokens",
 }
+_HITS = "vllm:prefix_cache_hits"
 _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
@@ -124,6 +125,9 @@ class Engine:
         self._num_runs += 1
         finished, step_s = self._serve(arms)
         after, counters = self.report(), self._counters()
+        num_found = counters.get(_HITS, 0) - counted.get(_HITS, 0)
+        if self.options.cached_prompts and 2 * num_found < sum(map(len, self.prompts)):
+            raise EngineFailed(f"--cached-prompts: the cache had {num_found} tokens")
         positions = (of.get(_PER_POSITION, ()) for of in (counted, counters))
         accepted = [int(b - a) for a, b in zip_longest(*positions, fillvalue=0)]
         drafts: dict[str, Any] = {

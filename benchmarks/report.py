@@ -157,11 +157,6 @@ def real_model(line: Line) -> str:
     return "" if line["model"].startswith(settings.SHAPE) else f", {line['model']}"
 
 
-def prompts(line: Line) -> str:
-    """Their tokens."""
-    return line["arguments"]["context"] or " to ".join(map(str, line["prompt_tokens"]))
-
-
 def slot_bytes(line: Line) -> int:
     """Bytes of a slot in all layers, as they follow from the shape."""
     shape = settings.SHAPES[line["model"].removeprefix(settings.SHAPE)]

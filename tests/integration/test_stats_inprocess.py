@@ -17,6 +17,7 @@ import pytest
 from benchmarks.ab import TURN_STEPS, UNHOOKED, Arm
 from benchmarks.arguments import parse
 from benchmarks.engine import Engine as BenchEngine
+from benchmarks.engine import EngineFailed
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.v1.metrics.reader import get_metrics_snapshot
@@ -124,6 +125,9 @@ def test_cached_prompts_are_found_in_each_run_that_counts():
         for arm in (UNHOOKED, Arm("cow", hooked=True)):
             outputs.append(bench.run(arm).outputs)
             hits.append(bench._counters()["vllm:prefix_cache_hits"])
+        bench.prompts = [prompt[:32] for prompt in bench.prompts]  # less than a block
+        with pytest.raises(EngineFailed, match=r"--cached-prompts: .* had 0 tokens"):
+            bench.run(arm)
         gc.unfreeze()
         bench.close()
     assert [b - a for a, b in pairwise(hits)] == [2 * 64, 2 * 64]

@@ -491,16 +491,6 @@ def synchronize(device):
         torch.accelerator.synchronize(device)
 
 
-def fields(found, names="kind"):
-    """These fields of each finding; writer: its request."""
-    rows = []
-    for finding in found:
-        values = vars(finding) | {"writer": finding.writer.request}
-        row = tuple(values[name] for name in names.split())
-        rows.append(row if len(row) > 1 else row[0])
-    return rows
-
-
 def mix(value):
     """splitmix64's finaliser, of what audit_rules.h says of H and of checksums."""
     mask = 2**64 - 1

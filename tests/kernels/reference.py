@@ -51,6 +51,17 @@ def launched(run: Callable[[], object]) -> list[str]:
     return [e.name for e in profile.events() if e.device_type == on_device]
 
 
+def fields(found: Any, names: str = "kind") -> list[Any]:
+    """These fields of each finding; writer: its request; wrote: that, and its step."""
+    rows = []
+    for one in found:
+        wrote = one.writer.request, one.writer.step
+        values = vars(one) | {"writer": wrote[0], "wrote": wrote}
+        row = tuple(values[name] for name in names.split())
+        rows.append(row if len(row) > 1 else row[0])
+    return rows
+
+
 def guarded(
     shape: Sequence[int],
     dtype: torch.dtype,

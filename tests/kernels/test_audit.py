@@ -25,11 +25,11 @@ from tests.kernels.audit_world import (  # noqa: F401
     computed,
     decode,
     each_runner,
-    fields,
     filling,
     identity,
     prefilled,
 )
+from tests.kernels.reference import fields
 from vllm_nwor import ops
 from vllm_nwor.step import Weights
 

@@ -15,12 +15,12 @@ from tests.kernels.audit_world import (  # noqa: F401
     computed,
     decode,
     each_runner,
-    fields,
     filling,
     identity,
     prefilled,
     signed,
 )
+from tests.kernels.reference import fields
 from vllm_nwor.audit import state, tables
 from vllm_nwor.audit.loads import CUT, FOUND, TAIL
 from vllm_nwor.audit.requests import Handover

@@ -36,12 +36,11 @@ from tests.kernels.audit_world import (  # noqa: F401
     World,
     computed,
     each_runner,
-    fields,
     mix,
     prefilled,
     synchronize,
 )
-from tests.kernels.reference import random_bytes
+from tests.kernels.reference import fields, random_bytes
 from tests.kernels.test_validation import every_second
 from vllm_nwor.audit import build, fingerprints
 from vllm_nwor.audit import findings as audit_findings

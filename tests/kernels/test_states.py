@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import settings as given_settings
 from hypothesis import strategies as st
 
-from tests.kernels.reference import launched
+from tests.kernels.reference import fields, launched
 from tests.kernels.states_batch import (
     CONV,
     NUM_SEATS,
@@ -48,16 +48,6 @@ SHAPES = {
 def window(*tokens: int, accepted: int = 0) -> Work:
     """A token and its drafts."""
     return Work(tokens, len(tokens) - 1, accepted, is_window=True)
-
-
-def fields(found: Any, names: str = "kind") -> list[Any]:
-    """These fields of each finding; writer: its request, and its step."""
-    rows = []
-    for one in found:
-        values = vars(one) | {"writer": (one.writer.request, one.writer.step)}
-        row = tuple(values[name] for name in names.split())
-        rows.append(row if len(row) > 1 else row[0])
-    return rows
 
 
 def verified(device: torch.device, shape: Shape = SHAPES["plain"]) -> World:
@@ -230,7 +220,7 @@ def test_the_column_of_another_draft_is_stale(device, shape):
     found = world.step(NEXT, first_draft)
     g0, num_layers = world.flat[0][1].name, shape.num_groups * shape.num_layers
     block = table_of(world, "a", 0)[0]
-    names = "kind state layer num_layers group block column owner writer position"
+    names = "kind state layer num_layers group block column owner wrote position"
     about = "stale_state", g0, num_layers, 10, block, 0, "a", ("a", 2)
     kinds = {("conv", "temporal")[n]: about for n in range(2)}
     assert fields(found, f"{names} step expected found slot") == [
@@ -248,7 +238,7 @@ def test_another_requests_states_are_foreign(device):
         metadata[1].window_blocks[:2] = metadata[1].window_blocks[:2].flip(0)
 
     found = world.step(NEXT, swapped)
-    named = "owner writer expected found kind state layer num_layers"
+    named = "owner wrote expected found kind state layer num_layers"
     assert sorted(fields(found, named)) == [
         (*of_request, "foreign_state", state, "g1.0", 2)
         for of_request in (("a", ("b", 2), "8", "7"), ("b", ("a", 2), "7", "8"))
@@ -284,7 +274,7 @@ def test_a_changed_state_is_nobodys(device, shape, change):
 
     found = world.step(NEXT, spoil)
     of_a = 5 + min(3, shape.max_columns)
-    assert fields(found, "kind state layer num_layers owner writer position found") == [
+    assert fields(found, "kind state layer num_layers owner wrote position found") == [
         ("changed_state", "temporal", name, 1, "a", (None, 0), of_a, "unknown")
     ]
     assert world.step(NEXT) == []
@@ -339,7 +329,7 @@ def test_a_state_that_is_not_written(device, shape, kind):
     works = {"a": kept, "b": window(33)}
     found = world.step(works, skip=lambda *place: place == ("a", name, kind))
     end = 5 + min(3, shape.max_columns) + 2
-    named = "kind state layer num_layers owner writer position expected found column"
+    named = "kind state layer num_layers owner wrote position expected found column"
     about = str(kind), name, 1, "a", ("a", 3), end - 1, str(end), "unknown", 1
     assert fields(found, named) == [("state_not_written", *about)]
 
@@ -481,7 +471,7 @@ def test_a_new_request_that_reads_a_state(device):
     world.remove("a")
     world.add("c")
     found = world.step({"c": window(1, 2, accepted=0), "b": window(33)})
-    named = "kind state owner writer position expected found block column num_layers"
+    named = "kind state owner wrote position expected found block column num_layers"
     block = table_of(world, "c", 0)[0]
     about = "c", (None, 0), 0, "0", "unknown", block, 0, 4
     states = ("conv", "temporal")
@@ -515,7 +505,7 @@ def test_a_window_that_reads_no_state(device, what):
     block = table_of(world, "a", 1)[0] if names_block else 0
     found = world.step({"a": window(31, 32)}, lambda ms: NO_STATE[what](ms[1]))
     found = [one for one in found if one.kind == "state_lost"]
-    named = "state group layer num_layers owner writer position expected found block"
+    named = "state group layer num_layers owner wrote position expected found block"
     column = 0 if names_block else 2
     about = 11, "g1.0", 2, "a", (None, 0), 8, "8", "unknown", block, column
     states = ("conv", "temporal")
@@ -528,7 +518,7 @@ def test_a_single_state_with_rejected_drafts_in_it(device):
     world.add("a")
     assert world.step({"a": Work((1, 2, 3))}) == []
     found = world.step({"a": Work((4, 5, 6), 2, 1)})
-    named = "kind state num_layers writer position expected found column"
+    named = "kind state num_layers wrote position expected found column"
     about = 4, ("a", 2), 4, "5", "6", 0
     states = ("conv", "temporal")
     assert fields(found, named) == [("state_ahead", one, *about) for one in states]
@@ -548,7 +538,7 @@ def test_the_state_of_a_request_that_has_left_is_foreign(device):
                 read_block(world, "b", number).copy_(state.tensor[left[g]])
 
     found = world.step({"b": window(33)}, copy)
-    named = "kind state num_layers owner writer expected found"
+    named = "kind state num_layers owner wrote expected found"
     about = "foreign_state", "temporal", 4, "b", ("a", 2), "7", "8"
     assert fields(found, named) == [about]
 

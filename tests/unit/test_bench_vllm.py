@@ -266,6 +266,7 @@ NO_RESULT = [
     ),
     ("--mode off --pairs-until-ci 0.1", [], 2, "argument --pairs-until-ci: '0.1' can"),
     ("--mode off --no-true-off", [], 2, "argument --true-off: 'False' cannot be used"),
+    ("--cached-prompts --against audit", [], 2, "argument --cached-prompts: 'True'"),
     ("--json .", [], 2, "argument --json: '.' cannot be used; it is a folder; allowed"),
     ("--method eagle", [], 2, "argument --draft-model: 'None' cannot be used; needed"),
     (

@@ -431,8 +431,11 @@ def test_white_space_around_a_secret_does_not_count(tmp_path):
 
 
 def test_digests_of_a_request_that_was_aborted_are_dropped():
-    scheduler = SimpleNamespace(requests={"a": None}, nwor_given={"before": "kept"})
-    output = SimpleNamespace(nwor_given={"a": "sent", "aborted": "late"})
+    runs, ended = (Mock(is_finished=Mock(return_value=is_it)) for is_it in (0, 1))
+    known = {"a": runs, "still sent": ended}
+    scheduler = SimpleNamespace(requests=known, nwor_given={"before": "kept"})
+    late = dict.fromkeys(("aborted", "still sent"), "late")
+    output = SimpleNamespace(nwor_given={"a": "sent"} | late)
     scheduler_hooks._update_from_output(Mock(), scheduler, (None, output), {})
     assert scheduler.nwor_given == {"before": "kept", "a": "sent"}
 

@@ -15,9 +15,9 @@ the cache that commit left.
     step_started     the scheduler's output has arrived; nothing was written yet
     tables_final     block tables and slot mappings are final; attention metadata is not
                      built yet
-    before_forward   vLLM's zeroing and block copies are enqueued, on V1 loads of a KV
-                     connector, too (on V2 they follow: they fill blocks of requests
-                     that wait, so no draft's slot); not called if all drafts are in
+    before_forward   vLLM's zeroing and block copies are enqueued, on V1 also what a KV
+                     connector loads within the step (other loads follow: of whole
+                     blocks, without a draft's slot); not called if all drafts are in
                      shadow blocks (Step.awaits_forward)
     metadata_final   attention metadata is built, with what the kernels will read; only
                      where there are recurrent states

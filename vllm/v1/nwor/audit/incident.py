@@ -210,10 +210,13 @@ class Recorder:
             self.write("finding")
 
     def _begin_step(self, step: int, scheduled: Scheduled) -> None:
-        weights = scheduled.weights()
+        tokens, weights = scheduled.num_tokens(), scheduled.weights()
+        new, running = scheduled.new_requests(), scheduled.running_requests()
+        if tokens and not (new or running):
+            return  # an idle rank of data parallel ones keeps step with the others
         record = StepRecord(
             step=step,
-            tokens=scheduled.num_tokens(),
+            tokens=tokens,
             drafts=scheduled.num_drafts(),
             computed={},
             epoch=weights.epoch,
@@ -228,16 +231,16 @@ class Recorder:
             self._prompts.pop(name, None)
         for name in scheduled.preempted():
             self._end(record, name, "preempted")
-        for new in scheduled.new_requests():
-            self._begin(record, new, weights)
-        for running in scheduled.running_requests():
-            if running.is_resumed:
-                self._begin(record, running, weights)
+        for request in new:
+            self._begin(record, request, weights)
+        for one in running:
+            if one.is_resumed:
+                self._begin(record, one, weights)
                 continue
-            record.computed[running.request_id] = running.num_computed
-            table = self._tables.get(running.request_id)
-            if running.block_ids is not None and table is not None:
-                groups = zip(table.blocks, table.steps, running.block_ids, strict=True)
+            record.computed[one.request_id] = one.num_computed
+            table = self._tables.get(one.request_id)
+            if one.block_ids is not None and table is not None:
+                groups = zip(table.blocks, table.steps, one.block_ids, strict=True)
                 for blocks, steps, ids in groups:
                     blocks.extend(ids)
                     steps.extend([step] * len(ids))

@@ -35,9 +35,10 @@ REFUSED_METHODS = {
 
 # vLLM's KV connectors that read only committed rows of a running request. Their
 # save_kv_layer and wait_for_layer_load, which run during the forward, do nothing. They
-# save a step's rows after its commit, and load only for waiting requests. All
-# connectors have those methods, so this list goes by name; a MultiConnector is allowed
-# if its members are.
+# save a step's rows after its commit. They load for waiting requests, and within a step
+# (vLLM 0.33's OffloadingConnector, sync_load_budget_bytes) whole blocks, so that no
+# draft's shadow block lacks a row that comes later. All connectors have those methods,
+# so this list goes by name; a MultiConnector is allowed if its members are.
 ALLOWED_CONNECTORS = frozenset(
     {
         "MooncakeConnector",

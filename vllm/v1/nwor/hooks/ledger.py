@@ -163,7 +163,8 @@ V1_MODEL_FORWARD = HookTarget(
     V1_RUNNER,
     "GPUModelRunner._model_forward",
     ("self",),
-    "begin: after zeroing, block copies and loads, before the first write",
+    "begin: after zeroing, block copies and loads within the step, before the first "
+    "write",
     BEFORE_FORWARD,
 )
 V1_SAMPLE = HookTarget(

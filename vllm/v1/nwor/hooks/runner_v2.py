@@ -16,10 +16,11 @@ A step, and where the hooks sit (moments: step.py):
 
 The slot ids are copied into the log before the forward, because the drafter computes
 its own into the same buffer. Graph capture uses other methods. A dummy run passes
-execute_model, and no other hook: its SchedulerOutput has no request. As in any other
-step, the state of the previous step is discarded. The step after it copies committed
-rows to shadow blocks again. vLLM's kernel warm-up sends dummy requests through all
-hooks: they are protected, and not counted, because their output is not read.
+execute_model, and no other hook: its SchedulerOutput names no request that exists. As
+in any other step, the state of the previous step is discarded. The step after it copies
+committed rows to shadow blocks again. vLLM's kernel warm-up sends dummy requests
+through all hooks: they are protected, and not counted, because their output is not
+read.
 """
 
 from __future__ import annotations
