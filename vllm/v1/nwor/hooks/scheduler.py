@@ -87,8 +87,8 @@ def _update_from_output(wrapped: Any, scheduler: Any, args: Any, kwargs: Any) ->
         # One that was aborted meanwhile has no answer that they could leave with, also
         # where its connector still sends its blocks.
         known = scheduler.requests
-        live = [n for n in given if n in known and not known[n].is_finished()]
-        live = {name: given[name] for name in live}
+        runs = [n for n in given if n in known and not known[n].is_finished()]
+        live = {name: given[name] for name in runs}
         scheduler.nwor_given = getattr(scheduler, "nwor_given", {}) | live
     payload = getattr(output, "nwor_stats", None)
     versions: KvVersions | None = getattr(scheduler, "nwor_versions", None)
