@@ -152,7 +152,9 @@ def test_a_step_that_writes_late_is_awaited():
     assert world.counts("findings contents") == (0, 30)
 
 
-@pytest.mark.parametrize("ends", ["the output", "a transfer", "the next step"])
+@pytest.mark.parametrize(
+    "ends", ["the output", "a transfer", "the next step", "the audit's end"]
+)
 def test_what_runs_beside_a_step_ends_with_it(monkeypatch, ends):
     """What comes then may write to the caches, or to the audit's tables."""
     world, arrival, beside = World(), Mock(), object()
@@ -167,6 +169,9 @@ def test_what_runs_beside_a_step_ends_with_it(monkeypatch, ends):
             world.ends(LateOutput())
         elif ends == "a transfer":
             world.transfers([[1]])
+        elif ends == "the audit's end":
+            world.observer.leave()
+            begins_next(world)
         else:
             begins_next(world)
     arrival.wait.assert_called_once_with()

@@ -459,7 +459,7 @@ def test_observers_that_another_thread_ends_during_a_hook_fail_no_step(is_v2):
         before = runner.nwor_state
         runner.nwor_state = vanishing = Vanishing()
         # Of the Step that an earlier hook has made.
-        vanishing.step = getattr(before, "step", None)
+        vanishing.step, vanishing.unsettled = getattr(before, "step", None), []
         hook()
         assert vanishing.calls >= 1
 

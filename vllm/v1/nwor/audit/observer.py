@@ -77,6 +77,7 @@ class RunnerAudit(Observer):
             every_step=True,
             weights_watched=audit.fingerprints.watch,
             storage=storage,
+            settle=audit.outbox.join,
             step_started=self._step_started,
             tables_final=self._tables_final,
             metadata_final=self._metadata_final
