@@ -126,8 +126,10 @@ class Engine:
         finished, step_s = self._serve(arms)
         after, counters = self.report(), self._counters()
         num_found = counters.get(_HITS, 0) - counted.get(_HITS, 0)
-        if self.options.cached_prompts and 2 * num_found < sum(map(len, self.prompts)):
-            raise EngineFailed(f"--cached-prompts: the cache had {num_found} tokens")
+        share = num_found / sum(map(len, self.prompts))  # no prompt's end is found
+        if self.options.cached_prompts and share < 0.5:
+            text = f"{share:.0%} of the tokens were in the cache; allowed: 50% or more"
+            raise EngineFailed(f"--cached-prompts: {text}")
         positions = (of.get(_PER_POSITION, ()) for of in (counted, counters))
         accepted = [int(b - a) for a, b in zip_longest(*positions, fillvalue=0)]
         drafts: dict[str, Any] = {
@@ -227,9 +229,9 @@ def _done(before: Mapping[str, Any], after: Mapping[str, Any]) -> NworDone:
     old = before["counters"]
     counts = {name: int(n - old[name]) for name, n in after["counters"].items()}
     # Windows are about alike: those without shadow blocks have their share of drafts.
-    logged = 1 - counts["shadow_windows"] / max(counts["windows"], 1)
-    drafts = round(counts["staged"] * logged)
-    counts["logged_bytes"] = drafts * int(after["log_bytes_per_draft"])
+    staged = counts["shadow_windows"] / max(counts["windows"], 1)
+    logged = round(counts["staged"] * (1 - staged))
+    counts["logged_bytes"] = logged * int(after["log_bytes_per_draft"])
     begin, commit = after["begin_ns"], after["commit_ns"]
     return NworDone(counts, [ns / 1e3 for ns in begin], [ns / 1e3 for ns in commit])
 

@@ -23,7 +23,7 @@ from benchmarks import ab, reach, records, settings, summary
 from benchmarks.ab import CONTROL, Interval
 from benchmarks.records import Line
 
-# Rated bandwidth of a GPU's memory; goals of `longer_by`.
+# Rated bandwidth of a GPU's memory, to be added for others; goals of `longer_by`.
 BYTES_A_US = {"H100": 3.35e6, "H200": 4.8e6}
 LAUNCHES_US, LOST_GOAL = 10, 0.002
 
@@ -174,7 +174,7 @@ def longer_by(line: Line) -> dict[str, list[float]]:
         for name, ratio in of["ratio"].items()
     }
     for mode, done in of["nwor"].items():
-        # Every draft is copied to the log but for those of staged windows.
+        # Of mode stage, older lines lack what was logged for want of a seat.
         moved = of["nwor"]["cow"]["logged_bytes"] / of["nwor"]["cow"]["staged"]
         moved *= done["staged"] * (1 - done["shadow_windows"] / done["windows"])
         for copied in ("restored_bytes", "shadow_copied_bytes", "committed_bytes"):
@@ -254,9 +254,7 @@ TEMPLATES.filters |= {
 }
 TEMPLATES.filters["own_process"] = summary.own_process
 TEMPLATES.tests["current"] = records.is_current
-MUTATIONS = records.RESULTS / "mutation_check.json"
-TEMPLATES.globals |= {"summary": summary, "reach": reach}
-TEMPLATES.globals["mutations"] = lambda: json.loads(MUTATIONS.read_text("utf-8"))
+TEMPLATES.globals.update(json=json, reach=reach, records=records, summary=summary)
 
 
 def rendered(view: str, lines: Sequence[Line] | None = None, **content: Any) -> str:

@@ -371,7 +371,7 @@ START_LOAD_KV = HookTarget(
     for_audit=True,
 )
 
-# All of the above, in this order.
+# All of the above.
 _OTHERS = [row for row in [*globals().values()] if isinstance(row, HookTarget)]
 METHODS = (*V1_COMMON, *V2_COMMON, *_OTHERS)
 
