@@ -129,7 +129,7 @@ def compare(
     num_runs += ab.runs_a_round(arms) * (len(pairs) // len(arms))
     found = {
         "baseline": arms[0].name,
-        "turn_steps": None if options.audits else ab.TURN_STEPS,
+        "turn_steps": pairs[0].test.turn_steps,
         "outputs": summary.outputs(first, num_runs),
         "pairs": summary.pair_ratios(pairs),
         "summary": summary.comparison(pairs, arms[0].name, until, timed),

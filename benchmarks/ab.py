@@ -3,8 +3,8 @@
 
 The first arm is the baseline, which takes part twice, the second time as a control. A
 round has a run for each arm and one for the control. In each of them all arms take
-turns, of TURN_STEPS steps, and each begins with another arm, so that in the end every
-arm has made each step once: these steps are one run of that arm. A ratio is tokens a
+turns, of a few steps, and each begins with another arm, so that in the end every arm
+has made each step once: these steps are one run of that arm. A ratio is tokens a
 second of a tested arm over those of the baseline and its control together; below 1 the
 test is slower. The control's ratio is to the baseline, and shows what is noise. A
 machine that slows down, for a tenth of a second or for minutes, does so to all alike.
@@ -34,7 +34,9 @@ import numpy
 
 CONFIDENCE_PERCENT = 90
 NUM_RESAMPLES = 5000
-TURN_STEPS = 16
+# Of a turn, at most: what slows a machine down for a second falls on all arms alike.
+# Its first step is not counted: not fewer than FEWEST_STEPS.
+TURN_S, TURN_STEPS, FEWEST_STEPS = 0.1, 16, 4
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,8 @@ class Run:
 
     outputs: token ids of each request, in request order. step_s: duration of each
     engine step. num_steps: of each request, until it finished. drafts: vLLM's own
-    counters: windows, drafted, accepted, accepted_per_position. is_of_turns: it was put
-    together from turns, before each of which the hooks were changed.
+    counters: windows, drafted, accepted, accepted_per_position. turn_steps: of a turn;
+    None if it was not put together from turns.
     """
 
     outputs: list[list[int]]
@@ -97,13 +99,14 @@ class Run:
     num_steps: list[int]
     drafts: dict[str, Any]
     nwor: NworDone | None
-    is_of_turns: bool = False
+    turn_steps: int | None = None
 
     @property
     def turn_s(self) -> list[float]:
         """Duration of each turn, in part as the module says."""
-        ends = range(TURN_STEPS, len(self.step_s) + TURN_STEPS, TURN_STEPS)
-        num_counted = TURN_STEPS - self.is_of_turns
+        size = self.turn_steps or TURN_STEPS
+        ends = range(size, len(self.step_s) + size, size)
+        num_counted = size - (self.turn_steps is not None)
         return [sum(self.step_s[end - num_counted : end]) for end in ends]
 
     @property
@@ -159,15 +162,11 @@ class Pair:
     test: Run
 
     @property
-    def reference_rate(self) -> float:
-        """Tokens a second of the references together."""
-        seconds = sum(run.seconds for run in self.references)
-        return sum(run.num_tokens for run in self.references) / seconds
-
-    @property
     def ratio(self) -> float:
-        """Tokens a second of the test over those of the references."""
-        return self.test.tokens_per_second / self.reference_rate
+        """Tokens a second of the test over those of the references together."""
+        seconds = sum(run.seconds for run in self.references)
+        num_tokens = sum(run.num_tokens for run in self.references)
+        return self.test.tokens_per_second / (num_tokens / seconds)
 
 
 class OutputsDiffer(Exception):
@@ -189,15 +188,15 @@ def turns(arms: Sequence[Arm], number: int) -> list[tuple[str, Arm]]:
     return [baseline, *tested[:middle], (CONTROL, arms[0]), *tested[middle:]]
 
 
-def put_together(runs: Sequence[Run], place: int) -> Run:
-    """The run of the arm at this place of the order: run n began with the arm at place
-    n."""
+def put_together(runs: Sequence[Run], place: int, size: int) -> Run:
+    """The run of the arm at this place of the order, in turns of `size` steps: run n
+    began with the arm at place n."""
     longest = max(len(run.step_s) for run in runs)
     step_s: list[float] = []
-    for turn, first in enumerate(range(0, longest, TURN_STEPS)):
+    for turn, first in enumerate(range(0, longest, size)):
         of_arm = runs[(place - turn) % len(runs)]
-        step_s += of_arm.step_s[first : first + TURN_STEPS]
-    return replace(runs[0], step_s=step_s, nwor=None, is_of_turns=True)
+        step_s += of_arm.step_s[first : first + size]
+    return replace(runs[0], step_s=step_s, nwor=None, turn_steps=size)
 
 
 def check_outputs(
@@ -231,7 +230,7 @@ def compare(
 ) -> list[Pair]:
     """Runs `repeats` rounds, after a warm-up of each arm that is not counted.
 
-    run: does one run, in which the arms that it is given take turns.
+    run: does one run, in which the arms that it is given take turns, of `turn_steps`.
     arms: the baseline, then those that are tested against it.
     until: if set, rounds are added until all intervals reach no farther than this from
         their medians, or there are `max_pairs`.
@@ -244,9 +243,9 @@ def compare(
     known = {} if expected is None else {"an engine without NWOR": expected}
     take_turns = all(arm.audit_mib is None for arm in arms)
 
-    def one(name: str, *taking_turns: Arm) -> Run:
+    def one(name: str, *taking_turns: Arm, size: int = TURN_STEPS) -> Run:
         progress(name)
-        done = run(*taking_turns)
+        done = run(*taking_turns, turn_steps=size)
         if not known:
             known[arms[0].name] = done.outputs
         for of, outputs in known.items():
@@ -254,7 +253,8 @@ def compare(
         return done
 
     for arm in arms:
-        one(f"the warm-up of {arm.name}", arm)
+        step_s = one(f"the warm-up of {arm.name}", arm).step_s
+    size = int(numpy.clip(TURN_S / numpy.median(step_s), FEWEST_STEPS, TURN_STEPS))
     pairs: list[Pair] = []
     for number in itertools.count(1):
         if number > repeats:
@@ -267,9 +267,9 @@ def compare(
         for first, (name, arm) in enumerate(order):
             all_arms = [arm for _, arm in order[first:] + order[:first]]
             what = f"{name}{' first' * take_turns} of round {number}"
-            runs.append(one(what, *(all_arms if take_turns else [arm])))
+            runs.append(one(what, *(all_arms if take_turns else [arm]), size=size))
         if take_turns:
-            runs = [put_together(runs, place) for place in range(len(order))]
+            runs = [put_together(runs, place, size) for place in range(len(order))]
         of = {name: done for (name, _), done in zip(order, runs, strict=True)}
         baseline, control = of[arms[0].name], of[CONTROL]
         both = baseline, control

@@ -109,21 +109,21 @@ class Engine:
         """NworWorkerExtension.nwor_report of the first worker."""
         return self.rpc("nwor_report")
 
-    def run(self, *arms: Arm, times: bool = False) -> Run:
-        """Runs all requests once, in one arm, or in several that take turns of
-        TURN_STEPS steps; only a run of one arm reports NWOR's counts. times: keeps the
-        host times of begin and commit, which costs some microseconds a step. Raises
-        EngineFailed: an arm needs NWOR, and nothing is protected in this engine."""
+    def run(self, *arms: Arm, times: bool = False, turn_steps: int = TURN_STEPS) -> Run:
+        """Runs all requests once, in one arm, or in several that take turns of so many
+        steps; only a run of one arm reports NWOR's counts. times: keeps the host times
+        of begin and commit, which costs some microseconds a step. Raises EngineFailed:
+        an arm needs NWOR, and nothing is protected in this engine."""
         assert not self._engine.has_unfinished_requests()
         self._switch(arms[0], times)
         if self.options.cached_prompts and self._cached is not self.prompts:
             self._cached = self.prompts
-            self._serve(arms[:1])
+            self._serve(arms[:1], turn_steps)
         self.rpc("nwor_reseed", SEED)
         gc.collect()
         before, counted = self.report(), self._counters()
         self._num_runs += 1
-        finished, step_s = self._serve(arms)
+        finished, step_s = self._serve(arms, turn_steps)
         after, counters = self.report(), self._counters()
         num_found = counters.get(_HITS, 0) - counted.get(_HITS, 0)
         share = num_found / sum(map(len, self.prompts))  # no prompt's end is found
@@ -171,7 +171,7 @@ class Engine:
         return "; ".join(sorted(reasons)) or "the plugin did not hook the model runner"
 
     def _serve(
-        self, arms: Sequence[Arm]
+        self, arms: Sequence[Arm], turn_steps: int
     ) -> tuple[dict[int, tuple[list[int], int]], list[float]]:
         """Adds the requests, then steps until all have finished: output and number of
         steps of each, and the steps' durations; that of a turn's first one includes the
@@ -197,7 +197,7 @@ class Engine:
         step_s: list[float] = []
         before = time.perf_counter()
         while engine.has_unfinished_requests():
-            turn, place = divmod(len(step_s), TURN_STEPS)
+            turn, place = divmod(len(step_s), turn_steps)
             if turn > 0 and place == 0 and len(arms) > 1:
                 self._switch(arms[turn % len(arms)], times=False)
             done = engine.step()

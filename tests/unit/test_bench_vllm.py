@@ -76,7 +76,7 @@ def engine(monkeypatch, tmp_path):
     found = {"kv_blocks": 64, "groups": [group], "fallbacks": {}}
     target, ids = settings.Model("somewhere", "fake-model", False), [[1, 2], [3, 4]]
     engine = Mock(spec=Engine, target=target, drafter=None, prompts=ids, start_s=0.1)
-    engine.run.side_effect = lambda *arms, times=False: make_run(arms[0].hooked)
+    engine.run.side_effect = lambda *arms, **_: make_run(arms[0].hooked)
     engine.report.return_value = found | {"log_bytes_per_draft": 9, "log_bytes": 99}
     engine.encode.return_value = ids
     processes = SimpleNamespace(run=run_off, DEVNULL=None)
@@ -126,7 +126,7 @@ def test_a_ratio_is_of_turns_as_they_mostly_were():
 def test_pairs_are_added_until_the_intervals_are_narrow(noise, num_pairs):
     draw = random.Random(1)
 
-    def run(*arms: ab.Arm) -> Run:
+    def run(*arms: ab.Arm, turn_steps: int) -> Run:
         return make_run(arms[0].hooked, 1 + noise * draw.random())
 
     arms = [ab.UNHOOKED, ab.Arm("nwor", hooked=True)]
@@ -166,30 +166,30 @@ def written(words: str) -> dict[str, Any]:
     return line
 
 
-def test_each_arm_makes_every_step_of_a_round_once():
+@pytest.mark.parametrize(("unit", "size"), [(1.0, 4), (2**-17, 6), (2**-30, 16)])
+def test_each_arm_makes_every_step_of_a_round_once(unit, size):
     """Step n takes as long as its arm says, times 2**n: no other steps have the sum of
     all of an arm's. A run of three turns, the last one short; the machine is twice as
-    slow in every second round."""
-    num_steps = 2 * ab.TURN_STEPS + 5
+    slow in every second round. Turns have fewer steps where a step takes long."""
+    num_steps = 2 * size + 3
     cost, ran = {"unhooked": 8, "cow": 10, "stage": 16}, []
 
-    def run(*arms: ab.Arm) -> Run:
+    def run(*arms: ab.Arm, turn_steps: int) -> Run:
         ran.append([arm.name for arm in arms])
-        slow = 1 + (len(ran) > 3 + 4)
-        of_step = [arms[n // ab.TURN_STEPS % len(arms)] for n in range(num_steps)]
+        slow = unit * (1 + (len(ran) > 3 + 4))
+        of_step = [arms[n // turn_steps % len(arms)] for n in range(num_steps)]
         step_s = [slow * cost[arm.name] * 2.0**n for n, arm in enumerate(of_step)]
-        ends = [3, num_steps]
-        return replace(make_run(False), step_s=step_s, num_steps=ends)
+        return replace(make_run(False), step_s=step_s, num_steps=[3, num_steps])
 
     arms = [ab.UNHOOKED, *(ab.Arm(name, hooked=True) for name in ("cow", "stage"))]
     pairs = ab.compare(run, arms, 2, None, 2, lambda what: None)
-    for pair, slow in zip(pairs, [1] * 3 + [2] * 3, strict=True):
+    for pair, slow in zip(pairs, [unit] * 3 + [2 * unit] * 3, strict=True):
         expected = cost.get(pair.name, 8)
         assert pair.test.seconds == slow * expected * (2**num_steps - 1)
         assert pair.test.latency_s == [slow * expected * 7, pair.test.seconds]
-        assert pair.ratio == 8 / expected
+        assert pair.ratio == pytest.approx(8 / expected)
         # The first step of each turn finds the hooks changed.
-        bits = [2**16 - 2, 2**32 - 2**17, 2**num_steps - 2**33]
+        bits = [2**size - 2, 4**size - 2 ** (size + 1), 2**num_steps - 2 * 4**size]
         assert pair.test.turn_s == [slow * expected * of_turn for of_turn in bits]
     # After the warm-ups: the baseline is between any two, which change places.
     assert ran[3] == ["unhooked", "cow", "unhooked", "stage"]
@@ -202,7 +202,7 @@ def test_ratios_are_to_both_baselines_and_host_times_of_other_runs(engine, capsy
     # The warm-ups; rounds, in which runs of two steps are turns; those that are timed.
     seconds = iter([9.0, 9.0, *[1.0, 4.0, 3.0] * 7, *[1.0] * 4, 6.0])
 
-    def run(*arms: ab.Arm, times: bool = False) -> Run:
+    def run(*arms: ab.Arm, times: bool = False, turn_steps: int = 0) -> Run:
         return make_run(arms[0].hooked, next(seconds))
 
     engine.run.side_effect = run
