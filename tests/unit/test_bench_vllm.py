@@ -327,11 +327,7 @@ def test_host_times_have_one_begin_for_stage_and_begin(monkeypatch):
         assert worker.nwor_set_hooked(True, times=True) is True
     step = SimpleNamespace(awaits_forward=True)
     for manager.is_open in (False, True):
-        (stage,), (begin,), (commit,) = (
-            state.tables_final,
-            state.before_forward,
-            state.sampled,
-        )
+        stage, begin, commit = state.tables_final + state.before_forward + state.sampled
         stage(step)
         begin(step)
     commit(step, "acceptance")
@@ -347,10 +343,7 @@ def test_host_times_have_one_begin_for_stage_and_begin(monkeypatch):
     # Untimed, the manager's own methods are called.
     worker.nwor_set_hooked(True, stages=False)
     assert (state.tables_final, manager.shadow) == ((), None)
-    assert (state.before_forward, state.sampled) == (
-        (manager.begin,),
-        (manager.commit,),
-    )
+    assert state.before_forward + state.sampled == (manager.begin, manager.commit)
     worker.nwor_set_hooked(True)
     assert (state.tables_final, manager.shadow) == ((manager.stage,), shadow)
     worker.model_runner.execute_model_state = object()
@@ -446,13 +439,8 @@ def test_host_profile_has_begin_and_commit_of_each_mode(engine, monkeypatch):
     assert unhooked["ours"] == {}
     assert stage["ours"] == {"commit": one, "stage": one}
     assert cow["ours"] == {"restore": one, "log": one}
-    wanted = [
-        ["sampled", -4, 4],
-        ["commit", 6, 4],
-        ["stage", 16, 4],
-        ["forward", 26, 102],
-    ]
-    assert stage["around"] == wanted
+    wanted = [["sampled", -4, 4], ["commit", 6, 4], ["stage", 16, 4]]
+    assert stage["around"] == [*wanted, ["forward", 26, 102]]
     picture = Path("step.png")
     assert host_profile.main([*words, "--picture", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")

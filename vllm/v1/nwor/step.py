@@ -325,8 +325,8 @@ class Observer:
     infos: rows of vllm:nwor_info (metrics.GroupInfo).
     storage: device memory that was reserved for it and that it uses, or None.
     leave: set by the hooks: ends this observer. Any thread may call it, more than once.
-    settle: after that, called once where the next step starts: the stream waits for
-        what this observer has in flight.
+    settle: after that, called where each step starts: the stream waits for what this
+        observer has in flight. (It may have ended in the middle of a step.)
 
     caches_lost: the KV cache's content is gone, as after a wake-up from sleep.
     hooks_failed: called while an exception is handled: the hooks could not read

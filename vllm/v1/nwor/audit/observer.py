@@ -77,7 +77,7 @@ class RunnerAudit(Observer):
             every_step=True,
             weights_watched=audit.fingerprints.watch,
             storage=storage,
-            settle=audit.outbox.join,
+            settle=self._settle,
             step_started=self._step_started,
             tables_final=self._tables_final,
             metadata_final=self._metadata_final
@@ -114,6 +114,8 @@ class RunnerAudit(Observer):
             self._has_failed = True
             self.leave()
             logger.exception("NWOR audit: disabled after an internal error")
+
+    _settle = guarded(lambda self: self.audit.outbox.join())
 
     @guarded
     def _step_started(self, scheduled: Scheduled) -> None:

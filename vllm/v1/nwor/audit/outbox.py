@@ -197,11 +197,16 @@ class Outbox:
         leaves what was sent later where it is; None: takes all that is there. failed:
         blocks whose load was reported as failed in these steps."""
         with self._lock:
+            num_awaited = through - self.num_sent + len(self._on_their_way)
+            arrivals = [slot[2] for slot in self._on_their_way if slot[2]]
+        for arrival in arrivals[: max(num_awaited, 0)]:
+            arrival.synchronize()  # without the lock, which the next step needs
+        with self._lock:
             while waiting := len(self._on_their_way):
                 num_taken = self.num_sent - waiting
                 if until is not None and num_taken >= until:
                     break
-                if not self._arrive(waits=num_taken < through):
+                if not self._arrive(waits=False):
                     break
             found, self._found = self._found, Found()
             filled, self._filled = self._filled, []
@@ -209,8 +214,7 @@ class Outbox:
             for of_group in filled:
                 self.judge.take_in(of_group, lost, found)
             self._failed |= lost
-            if self._handovers is not None:
-                of = self._handovers
+            if (of := self._handovers) is not None:
                 found.handovers, of.results = Counter(of.results), Counter()
                 ready, of.ready = of.ready, {}
                 named = ((self._requests.name_of(key), ready[key]) for key in ready)

@@ -43,7 +43,7 @@ from .tables import FILLED, GIVEN, STORED, AuditedGroup
 NOBODY = 0
 # Bytes of a hit that are compared when it is taken over, in budgets of a step.
 HIT_BUDGETS = 4
-# The step from which on there is a second stream. Where vLLM's warm-up had used it
+# Steps with requests before there is a second stream. Where vLLM's warm-up had used it
 # before the CUDA graphs were captured, vLLM's launches in the main stream began later.
 BESIDE_FROM = 64
 
@@ -57,7 +57,7 @@ class Audit:
     """All audited groups of a runner.
 
     step: of this runner, from 1. recorder: of an incident file, or None. beside_from:
-    the step from which on resolve runs in a second stream; 0: none.
+    resolve runs in a second stream after it ran so many times; 0: it never does.
     """
 
     def __init__(
@@ -442,7 +442,7 @@ class Audit:
         self._open = None
         self._identify(step.num_tokens)
         self.requests.settle()
-        if self.outbox.stream is None and 0 < self.beside_from <= self.step:
+        if 0 < self.beside_from <= self.outbox.num_sent and not self.outbox.stream:
             # The V1 runner writes to what its states' metadata refers to.
             self._run_beside(step.state_indices is not None)
         fresh, self._fresh = self._fresh, {}

@@ -94,7 +94,6 @@ class RunnerState:
         self.every_step = False
         # Kept alive: kernels in flight may still write to their pinned memory.
         self.removed: list[Observer] = []
-        self.unsettled: list[Callable[[], None]] = []  # of those
         self._set(observers)
         for observer in observers:
             observer.leave = partial(self.remove, observer)
@@ -114,8 +113,6 @@ class RunnerState:
     def remove(self, observer: Observer) -> None:
         if observer in self.observers:
             self.removed.append(observer)
-            if observer.settle:
-                self.unsettled.append(observer.settle)
             self._set([other for other in self.observers if other is not observer])
 
     def named(self, name: str) -> Any:
@@ -292,8 +289,9 @@ def execute_model(wrapped: Wrapped, runner: Any, args: Any, kwargs: Any) -> Any:
     if state is None:
         return wrapped(*args, **kwargs)
     state.step = None
-    while state.unsettled:
-        state.unsettled.pop()()
+    for observer in state.removed:
+        if observer.settle:
+            observer.settle()
     scheduled = args[0] if args else kwargs["scheduler_output"]
     if calls := state.step_started:
         of_step = ScheduledStep(scheduled)
