@@ -34,8 +34,8 @@ import numpy
 
 CONFIDENCE_PERCENT = 90
 NUM_RESAMPLES = 5000
-# Of a turn, at most: what slows a machine down for a second falls on all arms alike.
-# Its first step is not counted: not fewer than FEWEST_STEPS.
+# A turn's, at most, so that what slows a machine down for a second falls on all arms;
+# and at least, because its first step is not counted.
 TURN_S, TURN_STEPS, FEWEST_STEPS = 0.1, 16, 4
 
 
